@@ -1,0 +1,96 @@
+"""Everything one step needs, as plain picklable data, and what a step answers.
+
+Device tensors are built from it in `runner/inputs` only.
+"""
+
+from dataclasses import dataclass
+
+from engine.request import SamplingParams
+from engine.tree.topology import TreeTopology
+
+DUMMY_SLOT = 0  # a padded row of a batch is this slot: it reads an empty prefix and writes to the dummy block
+DUMMY_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence takes a slot: its rows of device state are set before the step runs.
+
+    `tokens` is the whole known text (prompt, and what was emitted before a preemption); its last token is the root of
+    the first decode step. `draft_start` is the first position whose draft K/V may be read.
+    """
+
+    slot: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    sampling: SamplingParams
+    seed: int
+    draft_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrowth:
+    """Blocks `block_ids` are appended to the block table of `slot` from index `start_idx`."""
+
+    slot: int
+    start_idx: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Positions [start, start + len(token_ids)) of one prompt enter the cache; nothing is sampled.
+
+    `next_token_id` is the token after the chunk (a prefill always ends before the last known token), which the draft
+    pairs with the last feature. K/V of positions before `store_from` is computed for its feature only: after a prefix
+    hit the last cached token is run once more, since the cache keeps no features, and shared blocks are never written.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    next_token_id: int
+    store_from: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One sequence decodes in this step over `topology`."""
+
+    slot: int
+    topology: TreeTopology
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: apply `admissions` and `growths`, run `chunks`, then decode `rows`.
+
+    `max_prefix_len` bounds the cached tokens of every decode row on the device, which may be ahead of the host.
+    A row may be in `chunks` (its last chunk) and in `rows` of the same step.
+    """
+
+    step_idx: int
+    admissions: tuple[Admission, ...]
+    growths: tuple[BlockGrowth, ...]
+    chunks: tuple[PrefillChunk, ...]
+    rows: tuple[DecodeRow, ...]
+    max_prefix_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
+
+    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing.
+    """
+
+    token_ids: tuple[int, ...]
+    is_finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The answer to a `StepPlan`, one `RowResult` per decode row, in the plan's order."""
+
+    step_idx: int
+    rows: tuple[RowResult, ...]

@@ -1,0 +1,79 @@
+"""What the operator asks of an engine: frozen, checked at construction.
+
+What the machine answered (the dtype picked, the number of blocks that fit) is another type, `EngineFacts`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from engine.errors import ConfigError
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DraftMode = Literal["greedy", "sampled"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Which trees the engine may draft, and how children are chosen.
+
+    `mode` is "auto" (the dispatcher picks), "off", or one tree name for every step. `table` is the static choice:
+    (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly.
+    `draft_mode` "greedy" takes the top children (output identical to plain decoding for a seed); "sampled" draws them
+    without replacement (the output law is identical, single tokens are not).
+    """
+
+    mode: str = "auto"
+    table: tuple[tuple[int, str], ...] = ((4, "tree-8"), (32, "chain-3"))
+    draft_mode: DraftMode = "greedy"
+    feature_window: int = 16
+
+    def __post_init__(self) -> None:
+        batches = [batch for batch, _ in self.table]
+        if batches != sorted(set(batches)) or any(batch < 1 for batch in batches):
+            raise ConfigError(f"speculation.table needs rising batch sizes from 1, found {batches}")
+        if self.draft_mode not in ("greedy", "sampled"):
+            raise ConfigError(f"speculation.draft_mode must be greedy or sampled, found {self.draft_mode!r}")
+        if self.feature_window < 2:
+            raise ConfigError(f"speculation.feature_window must be at least 2, found {self.feature_window}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs to start. Sizes are in tokens unless named blocks.
+
+    `num_blocks` None means: as many as `memory_gib` (CPU) or the free device memory (CUDA) hold.
+    `num_threads` None means cores - 1, at least 1: two spinning threads on two busy cores are slower than one.
+    """
+
+    model: Path
+    draft: Path | None = None
+    dtype: DTypeName = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention_backend: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_gib: float = 1.0
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_waiting: int = 1024
+    max_batched_tokens: int = 512
+    enable_prefix_cache: bool = True
+    num_threads: int | None = None
+    seed: int = 0
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_waiting", "max_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
+        for name in ("num_blocks", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1 or unset, found {value}")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, found {self.dtype!r}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device must be auto, cpu or cuda, found {self.device!r}")
+        if self.memory_gib <= 0:
+            raise ConfigError(f"memory_gib must be positive, found {self.memory_gib}")
