@@ -16,8 +16,8 @@ DUMMY_BLOCK = 0
 class Admission:
     """A sequence takes a slot: its rows of device state are set before the step runs.
 
-    `tokens` is the whole known text (prompt, and what was emitted before a preemption); its last token is the root of
-    the first decode step. `draft_start` is the first position whose draft K/V may be read.
+    `tokens` is the whole known text (prompt, and what was emitted before a preemption); its last token is the
+    root of the first decode step. `draft_start` is the first position whose draft K/V may be read.
     """
 
     slot: int
@@ -41,9 +41,10 @@ class BlockGrowth:
 class PrefillChunk:
     """Positions [start, start + len(token_ids)) of one prompt enter the cache; nothing is sampled.
 
-    `next_token_id` is the token after the chunk (a prefill always ends before the last known token), which the draft
-    pairs with the last feature. K/V of positions before `store_from` is computed for its feature only: after a prefix
-    hit the last cached token is run once more, since the cache keeps no features, and shared blocks are never written.
+    `next_token_id` is the token after the chunk (a prefill always ends before the last known token), which
+    the draft pairs with the last feature. K/V of positions before `store_from` is computed for its feature
+    only: after a prefix hit the last cached token is run once more, since the cache keeps no features, and
+    shared blocks are never written.
     """
 
     slot: int
@@ -65,8 +66,8 @@ class DecodeRow:
 class StepPlan:
     """One step: apply `admissions` and `growths`, run `chunks`, then decode `rows`.
 
-    `max_prefix_len` bounds the cached tokens of every decode row on the device, which may be ahead of the host.
-    A row may be in `chunks` (its last chunk) and in `rows` of the same step.
+    `max_prefix_len` bounds the cached tokens of every decode row on the device, which may be ahead of the
+    host. A row may be in `chunks` (its last chunk) and in `rows` of the same step.
     """
 
     step_idx: int

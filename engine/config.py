@@ -17,10 +17,10 @@ DraftMode = Literal["greedy", "sampled"]
 class SpeculationConfig:
     """Which trees the engine may draft, and how children are chosen.
 
-    `mode` is "auto" (the dispatcher picks), "off", or one tree name for every step. `table` is the static choice:
-    (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly.
-    `draft_mode` "greedy" takes the top children (output identical to plain decoding for a seed); "sampled" draws them
-    without replacement (the output law is identical, single tokens are not).
+    `mode` is "auto" (the dispatcher picks), "off", or one tree name for every step. `table` is the static
+    choice: (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly.
+    `draft_mode` "greedy" takes the top children (output identical to plain decoding for a seed); "sampled"
+    draws them without replacement (the output law is identical, single tokens are not).
     """
 
     mode: str = "auto"
@@ -43,7 +43,8 @@ class EngineConfig:
     """Everything an engine needs to start. Sizes are in tokens unless named blocks.
 
     `num_blocks` None means: as many as `memory_gib` (CPU) or the free device memory (CUDA) hold.
-    `num_threads` None means cores - 1, at least 1: two spinning threads on two busy cores are slower than one.
+    `num_threads` None means cores - 1, at least 1: two spinning threads on two busy cores are slower than
+    one.
     """
 
     model: Path

@@ -14,7 +14,8 @@ from engine.errors import RequestError
 class SamplingParams:
     """How tokens are drawn. Valid once built; a bad value raises `RequestError` naming the field.
 
-    `top_k` 0 means off. `seed` None lets the engine choose one. `speculation` is "auto", "off" or a tree name.
+    `top_k` 0 means off. `seed` None lets the engine choose one. `speculation` is "auto", "off" or a tree
+    name.
     """
 
     temperature: float = 1.0
@@ -76,7 +77,9 @@ def _require(name: str, value: float, is_valid: bool, expected: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked: prompt ids and how to continue them. Lower `priority` runs first; ties run in arrival order."""
+    """What was asked: prompt ids and how to continue them. Lower `priority` runs first; ties run in arrival
+    order.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -105,9 +108,10 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """One request in flight.
 
-    `tokens` holds the prompt and every emitted token. `num_cached` counts the tokens whose target K/V is known to be
-    written; while decoding `num_cached == len(tokens) - 1`, since the last token is the next root. The device may be
-    one step ahead of both. `slot` is the row of device state it owns while RUNNING, else -1.
+    `tokens` holds the prompt and every emitted token. `num_cached` counts the tokens whose target K/V is
+    known to be written; while decoding `num_cached == len(tokens) - 1`, since the last token is the next
+    root. The device may be one step ahead of both. `slot` is the row of device state it owns while RUNNING,
+    else -1.
     """
 
     request: Request

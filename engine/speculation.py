@@ -1,4 +1,6 @@
-"""Tensors that drafting and verification hand to each other. How they are computed is left to `draft` and `sampling`."""
+"""Tensors that drafting and verification hand to each other. How they are computed is left to `draft` and
+`sampling`.
+"""
 
 from dataclasses import dataclass
 
@@ -12,9 +14,9 @@ from engine.tree.topology import TreeTopology
 class TreeTensors:
     """The topologies of one step as device data: a row each, padded to N nodes and D levels.
 
-    parents, depths, ranks: [B, N] int64, where the root and padding hold 0. ancestor_bits: [B, N] int64, the node itself
-    included; padding sees only itself, so that a softmax over its row is finite. is_node: [B, N] bool.
-    level_nodes: for d = 1..D a tensor [B, W_d] int64 of the node ids at depth d, padded with N.
+    parents, depths, ranks: [B, N] int64, where the root and padding hold 0. ancestor_bits: [B, N] int64, the
+    node itself included; padding sees only itself, so that a softmax over its row is finite. is_node: [B, N]
+    bool. level_nodes: for d = 1..D a tensor [B, W_d] int64 of the node ids at depth d, padded with N.
     max_rank is the largest rank in the step: a host integer, as the shapes are.
     """
 
@@ -80,9 +82,9 @@ def _signed(bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """Drafted tokens of one step. token_ids: [B, N] int64 over the target's vocabulary; column 0 is the root, padding
-    is -1. probs: [B, N, V] float32, the draft's distribution q *at* each node (rows of leaves are unread), present
-    only where children were sampled without replacement in rank order."""
+    """Drafted tokens of one step. token_ids: [B, N] int64 over the target's vocabulary; column 0 is the root,
+    padding is -1. probs: [B, N, V] float32, the draft's distribution q *at* each node (rows of leaves are
+    unread), present only where children were sampled without replacement in rank order."""
 
     token_ids: Tensor
     probs: Tensor | None = None
@@ -92,12 +94,12 @@ class DraftOutput:
 class SamplingTensors:
     """How each of B rows draws its tokens, as device data.
 
-    temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [B] float32; temperature 0 is
-    greedy. top_k: [B] int64, V where off. seed: [B] int64. bias_token_ids: [B, K] int64 and bias_values: [B, K] float32,
-    padded with token 0 and bias 0. prompt_mask: [B, V] bool (tokens of the prompt), output_counts: [B, V] int32 (emitted
-    so far); both are [B, 0] unless `is_penalized`. stop_token_ids: [B, S] int64 padded with -1, which may not be drawn at
-    a position before stop_from: [B] int64. The flags are host facts about the whole batch; where one is False the
-    step does no such work.
+    temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [B] float32;
+    temperature 0 is greedy. top_k: [B] int64, V where off. seed: [B] int64. bias_token_ids: [B, K] int64 and
+    bias_values: [B, K] float32, padded with token 0 and bias 0. prompt_mask: [B, V] bool (tokens of the
+    prompt), output_counts: [B, V] int32 (emitted so far); both are [B, 0] unless `is_penalized`.
+    stop_token_ids: [B, S] int64 padded with -1, which may not be drawn at a position before stop_from: [B]
+    int64. The flags are host facts about the whole batch; where one is False the step does no such work.
     """
 
     temperature: Tensor
@@ -125,10 +127,11 @@ class SamplingTensors:
 class Verification:
     """What a step emitted. D is the depth of the step's deepest tree.
 
-    path: [B, D + 1] int64, the node ids of the accepted path from the root (path[:, 0] == 0), padded by repeating the
-    last accepted node. num_accepted: [B] int64 counts drafts only. next_token: [B] int64 is the bonus or residual token.
-    token_ids: [B, D + 1] int64, the emitted tokens: accepted drafts, then next_token at index num_accepted, then -1.
-    is_finite: [B] bool is False where a logit row on the path held NaN or had no finite entry: nothing is accepted there.
+    path: [B, D + 1] int64, the node ids of the accepted path from the root (path[:, 0] == 0), padded by
+    repeating the last accepted node. num_accepted: [B] int64 counts drafts only. next_token: [B] int64 is the
+    bonus or residual token. token_ids: [B, D + 1] int64, the emitted tokens: accepted drafts, then next_token
+    at index num_accepted, then -1. is_finite: [B] bool is False where a logit row on the path held NaN or had
+    no finite entry: nothing is accepted there.
     """
 
     path: Tensor

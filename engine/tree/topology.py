@@ -3,6 +3,7 @@
 Node ids run level by level from the root, so a level is one slice; token ids and tensors are left to others.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,8 +16,9 @@ MAX_NODES = 64  # an ancestor mask is one 64-bit integer
 class TreeTopology:
     """A tree of at most 64 nodes; node 0 is the root (the last committed token), every other node is a draft.
 
-    `parents[i]` is the parent of node i, with `parents[0] == -1`. Nodes are numbered level by level, and inside a level
-    by parent, then by sibling rank, so `rank` follows from the order. Raises `ConfigError` where that does not hold.
+    `parents[i]` is the parent of node i, with `parents[0] == -1`. Nodes are numbered level by level, and
+    inside a level by parent, then by sibling rank, so `rank` follows from the order. Raises `ConfigError`
+    where that does not hold.
     """
 
     name: str
@@ -32,7 +34,7 @@ class TreeTopology:
             if not 0 <= parent < node:
                 raise ConfigError(f"tree {self.name!r}: node {node} needs a parent before it, found {parent}")
         # Rising parents are exactly a level order: children of an earlier node come earlier.
-        if any(left > right for left, right in zip(parents, parents[1:], strict=False)):
+        if any(left > right for left, right in itertools.pairwise(parents)):
             raise ConfigError(
                 f"tree {self.name!r}: nodes must be numbered level by level, found parents {parents}"
             )
@@ -60,7 +62,9 @@ class TreeTopology:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Sibling order of each node: rank r is the (r+1)-th child of its parent in draw order. The root has rank 0."""
+        """Sibling order of each node: rank r is the (r+1)-th child of its parent in draw order. The root has
+        rank 0.
+        """
         ranks = [0]
         for node in range(1, self.num_nodes):
             ranks.append(ranks[-1] + 1 if self.parents[node] == self.parents[node - 1] else 0)
@@ -70,7 +74,7 @@ class TreeTopology:
     def levels(self) -> tuple[range, ...]:
         """`levels[d]` is the slice of node ids at depth d."""
         starts = [self.depths.index(depth) for depth in range(self.depth + 1)] + [self.num_nodes]
-        return tuple(range(start, end) for start, end in zip(starts, starts[1:], strict=False))
+        return tuple(range(start, end) for start, end in itertools.pairwise(starts))
 
     @cached_property
     def ancestor_bits(self) -> tuple[int, ...]:
