@@ -50,8 +50,8 @@ class DraftConfig:
             # The head shares the target's embedding and output rows, so a width of its own has nothing to
             # multiply.
             raise ModelLoadError(
-                f"draft hidden_size {self.hidden_size} must equal target_hidden_size
-                {self.target_hidden_size}"
+                f"draft hidden_size {self.hidden_size} must equal target_hidden_size "
+                f"{self.target_hidden_size}"
             )
         if not 1 <= self.draft_vocab_size <= self.target_vocab_size:
             raise ModelLoadError(

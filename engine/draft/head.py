@@ -3,6 +3,8 @@
 Walking a tree with it is left to `drafter`; its vocabulary map to `vocab`.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,16 +46,19 @@ class DraftHead(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return [..., H] from the target's taps [..., num_taps * H]."""
-        return self.fc(features)
+        fused: Tensor = self.fc(features)
+        return fused
 
-    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
         """Run T pairs: token_ids [T] int64 (target ids), features [T, H], positions [T] int64.
 
         Returns (feature for the next draft step [T, H], hidden [T, H] for `logits`).
         """
         angles = self.rotary(positions)
         residual = features
-        for layer_idx, layer in enumerate(self.layers):
+        for layer_idx, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
             if layer_idx == 0:
                 token_part = layer.input_norm(F.embedding(token_ids, self.embed_rows))
                 x = torch.cat((token_part, self.feature_norm(residual)), dim=-1)

@@ -4,6 +4,7 @@ Batching, caching and masking are left to the `Attend` passed to `forward`; samp
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class LlamaForCausalLM(nn.Module):
         angles = self.rotary(positions)
         residual = self.embed_tokens(token_ids)
         tapped: dict[int, Tensor] = {}
-        for layer_idx, layer in enumerate(self.layers):
+        for layer_idx, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
             residual = layer(layer.input_norm(residual), residual, angles, attend, layer_idx)
             if layer_idx in self.taps:
                 tapped[layer_idx] = residual
