@@ -5,7 +5,7 @@ Device tensors are built from it in `runner/inputs` only.
 
 from dataclasses import dataclass
 
-from engine.request import SamplingParams
+from engine.request import FinishReason, SamplingParams
 from engine.tree.topology import TreeTopology
 
 DUMMY_SLOT = 0  # a padded row of a batch is this slot: it reads an empty prefix and writes to the dummy block
@@ -95,3 +95,23 @@ class StepResult:
 
     step_idx: int
     rows: tuple[RowResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What one sequence gained in a step: the new tokens, and how it ended if it did.
+
+    The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
+    verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
+    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_accepted_in_step: int
+    finish_reason: FinishReason | None
+    num_calls: int
+    num_drafted: int
+    num_accepted: int
+    num_prefix_hits: int
+    message: str | None = None
