@@ -117,6 +117,7 @@ class SequenceDelta:
     message: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class Load:
     """What a dispatcher may know before a step. `num_free_blocks` counts evictable blocks too."""
 

@@ -40,8 +40,8 @@ class _Chain:
 class KVCache:
     """Blocks of sequences over one pool. It alone writes `Sequence.block_ids`.
 
-    Only blocks below `Sequence.block_ids[num_published:]` of a running sequence are ever shared, and those
-    hold known tokens, so a sequence writes to blocks of its own only.
+    Only published blocks are ever shared. They are full of tokens known from collected steps, and steps write
+    behind those only, so no step writes to a block that another sequence may read.
     """
 
     def __init__(self, pool: BlockPool, enable_prefix_cache: bool = True) -> None:
