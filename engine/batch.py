@@ -115,3 +115,32 @@ class SequenceDelta:
     num_accepted: int
     num_prefix_hits: int
     message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a dispatcher may know before a step. `num_free_blocks` counts evictable blocks too."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them."""
+
+    topology: TreeTopology
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What a collected step did and cost: the dispatcher's evidence. `load` is what it was chosen by."""
+
+    step_idx: int
+    load: Load
+    rows: tuple[RowStats, ...]
+    num_prefill_tokens: int
+    seconds: float
