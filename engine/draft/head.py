@@ -1,0 +1,73 @@
+"""The draft network: an EAGLE head that predicts the token after next from a token and a target feature.
+
+Walking a tree with it is left to `drafter`; its vocabulary map to `vocab`.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.draft.config import DraftConfig
+from engine.layers.decoder import Attend, DecoderLayer
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotary
+
+
+class DraftHead(nn.Module):
+    """EAGLE-3 head (arXiv 2503.01840) with 1 to 3 layers.
+
+    At position j it reads the pair (feature of position j - 1, token at j) and predicts the token at j + 1. A
+    feature is either `fuse`d from the target's taps, or the head's own output of the step before. The
+    embedding and the output rows are the target's, given by `bind` and never trained or stored here.
+    """
+
+    def __init__(self, config: DraftConfig, *, num_positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.feature_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config.layer_shape(idx)) for idx in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.to(dtype)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, num_positions, dtype)
+        self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
+        self.register_buffer("embed_rows", torch.empty(0), persistent=False)
+        self.register_buffer("head_rows", torch.empty(0), persistent=False)
+        self.target_ids: Tensor  # [draft_vocab_size] int64: the target's id of each draft token
+        self.embed_rows: Tensor
+        self.head_rows: Tensor
+
+    def bind(self, embedding: Tensor, head: Tensor) -> None:
+        """Share the target's embedding [V, H] and copy the drafted rows of its output head [V, H]."""
+        self.embed_rows = embedding.detach()
+        self.head_rows = head.detach()[self.target_ids].contiguous()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return [..., H] from the target's taps [..., num_taps * H]."""
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def forward(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Run T pairs: token_ids [T] int64 (target ids), features [T, H], positions [T] int64.
+
+        Returns (feature for the next draft step [T, H], hidden [T, H] for `logits`).
+        """
+        angles = self.rotary(positions)
+        residual = features
+        for layer_idx, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
+            if layer_idx == 0:
+                token_part = layer.input_norm(F.embedding(token_ids, self.embed_rows))
+                x = torch.cat((token_part, self.feature_norm(residual)), dim=-1)
+            else:
+                x = layer.input_norm(residual)
+            residual = layer(x, residual, angles, attend, layer_idx)
+        hidden = self.norm(residual)
+        return (hidden if self.config.is_feedback_normed else residual), hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [..., draft_vocab_size] over the draft's vocabulary."""
+        return F.linear(hidden, self.head_rows)

@@ -1,0 +1,68 @@
+"""One Llama decoder layer, shared by the target and the draft head.
+
+How queries find the keys of other tokens is left to the `Attend` that the caller passes in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import rotate
+
+# attend(layer_idx, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]: attention of the T tokens of
+# this pass to each other and to whatever is cached. It owns masks and caches, so a network runs on any of
+# them unchanged.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The sizes of one decoder layer. `input_size` is the width that attention reads (wider in a draft's
+    first).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    input_size: int
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class DecoderLayer(nn.Module):
+    """Attention and gated MLP around a residual stream; the caller normalises what attention reads."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        num_qkv_heads = shape.num_heads + 2 * shape.num_kv_heads
+        self.input_norm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.qkv_proj = nn.Linear(shape.input_size, num_qkv_heads * shape.head_dim, bias=shape.attention_bias)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, hidden, bias=shape.attention_bias)
+        self.post_attention_norm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=shape.mlp_bias)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, layer_idx: int
+    ) -> Tensor:
+        """Return the residual stream after the layer, [T, hidden], given x [T, input_size], already
+        normalised.
+        """
+        shape = self.shape
+        num_rotated = shape.num_heads + shape.num_kv_heads
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, shape.head_dim)
+        rotated = rotate(qkv[:, :num_rotated], angles)
+        q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
+        attended = attend(layer_idx, q, k, qkv[:, num_rotated:])
+        residual = residual + self.o_proj(attended.reshape(x.shape[0], -1))
+        gate, up = self.gate_up_proj(self.post_attention_norm(residual)).chunk(2, dim=-1)
+        mlp: Tensor = self.down_proj(F.silu(gate) * up)
+        return residual + mlp

@@ -1,0 +1,59 @@
+"""Rotary position embedding: the angle table of a config, and the rotation of heads by it.
+
+Choosing the positions of tokens is left to the caller.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.config import RopeScaling
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Return the angle per position of each pair of dimensions, [head_dim / 2] float64.
+
+    "linear" divides every frequency by `factor`. "llama3" divides only the slow ones, with a ramp between the
+    wavelengths original_max_position / high_freq_factor and original_max_position / low_freq_factor.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    inv_freq = theta**-exponents
+    if scaling is None:
+        return inv_freq
+    if scaling.kind == "linear":
+        return inv_freq / scaling.factor
+    wavelengths = 2 * math.pi / inv_freq
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((scaling.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return inv_freq * (keep + (1 - keep) / scaling.factor)
+
+
+class Rotary(nn.Module):
+    """The cosine and sine of every position up to `num_positions`, in the half-split layout of Hugging Face
+    Llama.
+    """
+
+    def __init__(
+        self, head_dim: int, theta: float, scaling: RopeScaling | None, num_positions: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        positions = torch.arange(num_positions, dtype=torch.float64)
+        angles = positions[:, None] * inverse_frequencies(head_dim, theta, scaling)
+        cos, sin = angles.cos(), angles.sin()
+        # The first half meets -sin and the second +sin, so that a rotation is x * cos + swap(x) * sin.
+        self.register_buffer("cos", torch.cat((cos, cos), -1).to(dtype), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), -1).to(dtype), persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin), each [T, 1, head_dim], of `positions` [T] int64."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Return x [T, heads, head_dim] turned by `angles`, the pair that `Rotary` returns."""
+    cos, sin = angles
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((second, first), dim=-1) * sin
