@@ -1,4 +1,4 @@
-"""Noise as a pure function of (seed, absolute position, stream, token id), by the counter-based Philox4x32-10.
+"""Noise as a pure function of (seed, absolute position, stream, token id), by Philox4x32-10.
 
 How the noise becomes a token is left to `sampler`; no generator state exists anywhere.
 """

@@ -324,7 +324,7 @@ class Scheduler:
         return _delta(sequence, cut.token_ids, num_accepted)
 
     def _observe_draft(self, progress: Progress, topology: TreeTopology, root: int, next_root: int) -> None:
-        """Note the draft K/V that a collected step filled, and the step in flight, whose root is now known."""
+        """Note draft K/V that a collected step filled, and the step in flight, now that its root is known."""
         if topology.num_drafts:
             progress.observe_tree(root, self._config.draft_window)
         if progress.ahead and progress.ahead[0].num_drafts:
