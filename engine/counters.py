@@ -45,7 +45,7 @@ class Counters:
                 self.num_failed += delta.finish_reason is FinishReason.ERROR
                 self.num_prefix_hit_tokens += delta.num_prefix_hits
 
-    def snapshot(self, load: Load, blocks: BlockCounts) -> EngineStats:
+    def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
         """Return the totals beside the gauges of now."""
         deepest = max(self.accepted_by_depth, default=-1)
         return EngineStats(
@@ -61,7 +61,7 @@ class Counters:
             num_prompt_tokens=self.num_prompt_tokens,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_preemptions=load.num_preemptions,
+            num_preemptions=num_preemptions,
             num_finished=self.num_finished,
             num_aborted=self.num_aborted,
             num_failed=self.num_failed,

@@ -3,6 +3,7 @@
 It speaks token ids only; text, HTTP and processes are left to its callers.
 """
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class _InFlight:
 class Engine:
     """Add requests, then call `step` while `has_work`.
 
-    Each call launches one step and returns what the step before it gave: the host is one step late on every device.
+    Each call launches one step and returns what the step before it gave: the host is one step late on every
+    device.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class Engine:
         """Build an engine from what `config` names. Raises `ModelLoadError` or `ConfigError`."""
         worker = build_worker(config)
         engine = assemble_engine(config, worker.runner, worker.library, worker.facts)
-        logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in engine.facts.items()))
+        facts = dataclasses.asdict(engine.facts)
+        logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
         return engine
 
     @property
@@ -75,7 +78,9 @@ class Engine:
         return self._scheduler.has_work or self._in_flight is not None
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `RequestError` where it can never be served, `CapacityError` where not now."""
+        """Queue a request. Raises `RequestError` where it can never be served, `CapacityError` where not
+        now.
+        """
         highest = max(request.prompt_token_ids)
         if highest >= self.facts.vocab_size or min(request.prompt_token_ids) < 0:
             raise RequestError(
@@ -84,7 +89,8 @@ class Engine:
         for token_id, _ in request.sampling.logit_bias:
             if token_id >= self.facts.vocab_size:
                 raise RequestError(
-                    f"logit_bias token ids must lie in 0..{self.facts.vocab_size - 1}, found {token_id}", "logit_bias"
+                    f"logit_bias token ids must lie in 0..{self.facts.vocab_size - 1}, found {token_id}",
+                    "logit_bias",
                 )
         seed = request.sampling.seed
         if seed is None:
@@ -113,7 +119,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return counters since the start and gauges now."""
-        return self._counters.snapshot(self._scheduler.load(), self._kv_cache.pool.counts())
+        return self._counters.snapshot(
+            self._scheduler.load(), self._kv_cache.pool.counts(), self._scheduler.num_preemptions
+        )
 
     def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
         result = flight.handle.collect()
@@ -131,7 +139,9 @@ class Engine:
         return deltas
 
     def _warn_if_nothing_accepted(self) -> None:
-        """Say once that drafts are never right: the mark of wrong taps, a stale draft or a missing vocabulary map."""
+        """Say once that drafts are never right: the mark of wrong taps, a stale draft or a missing vocabulary
+        map.
+        """
         counters = self._counters
         if self._has_warned or counters.num_accepted or counters.num_drafted < _SUSPICIOUS_DRAFTS:
             return
@@ -157,7 +167,9 @@ def assemble_engine(
         draft_window=config.speculation.feature_window,
     )
     scheduler = Scheduler(scheduler_config, kv_cache, library)
-    return Engine(runner, kv_cache, scheduler, StaticDispatcher(config.speculation, library), facts, config.seed)
+    return Engine(
+        runner, kv_cache, scheduler, StaticDispatcher(config.speculation, library), facts, config.seed
+    )
 
 
 def _signed64(value: int) -> int:

@@ -42,7 +42,9 @@ class Worker:
 
 
 def build_worker(config: EngineConfig) -> Worker:
-    """Load everything `config` names. Raises `ModelLoadError` or `ConfigError` before the cache is allocated."""
+    """Load everything `config` names. Raises `ModelLoadError` or `ConfigError` before the cache is
+    allocated.
+    """
     num_threads = choose_num_threads(config)
     torch.set_num_threads(num_threads)
     model = ModelConfig.load(config.model)
@@ -55,7 +57,9 @@ def build_worker(config: EngineConfig) -> Worker:
         draft.config.check_target(model, model_digest)
     # Trees may reach past the last position that counts; see `block_table_width`.
     num_positions = max_model_len + 2 * MAX_NODES
-    target = load_target(config.model, model, draft.config.taps if draft else (), num_positions, dtype, device)
+    target = load_target(
+        config.model, model, draft.config.taps if draft else (), num_positions, dtype, device
+    )
     num_blocks = plan_num_blocks(config, model, draft.config if draft else None, dtype, device)
     library = build_library(config, draft)
     shape = RunnerShape(
