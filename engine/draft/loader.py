@@ -53,13 +53,12 @@ def load_draft(folder: Path) -> LoadedDraft:
     """
     files = read_json_object(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not {CONFIG, WEIGHTS} <= files.keys():
-        raise ModelLoadError(f"{folder / MANIFEST} must name the sha256 of {CONFIG} and {WEIGHTS} in files")
+        raise ModelLoadError(f"{folder / MANIFEST} must name the sha256 of {CONFIG} and {WEIGHTS}")
     for name, expected in files.items():
         found = file_digest(folder / name)
         if found != expected:
             raise ModelLoadError(
-                f"{folder / name} has sha256 {found}, its manifest says {expected}: the file is corrupt or was "
-                "replaced, fetch the draft again"
+                f"{folder / name} has sha256 {found}, its manifest says {expected}: fetch the draft again"
             )
     trees = folder / TREES if TREES in files else None
     return LoadedDraft(folder, DraftConfig.load(folder / CONFIG), files[WEIGHTS], trees)
