@@ -138,7 +138,8 @@ class Drafter:
             q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
             return attend_pages(q, k, v, self.pool.k[layer_idx], self.pool.v[layer_idx]).flatten(0, 1)
 
-        fused = self.head.fuse(window.features).flatten(0, 1)
+        # Flat, since a batched product of strided rows would copy the weight.
+        fused = self.head.fuse(window.features.reshape(num_rows * width, -1))
         positions = window.positions.clamp(min=0).flatten()
         feature, hidden = self.head(window.token_ids.flatten(), fused, positions, attend)
         return feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1)
