@@ -138,8 +138,7 @@ class Drafter:
             q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
             return attend_pages(q, k, v, self.pool.k[layer_idx], self.pool.v[layer_idx]).flatten(0, 1)
 
-        # Flat, since a batched product of strided rows would copy the weight.
-        fused = self.head.fuse(window.features.reshape(num_rows * width, -1))
+        fused = self.head.fuse(window.features.flatten(0, 1))
         positions = window.positions.clamp(min=0).flatten()
         feature, hidden = self.head(window.token_ids.flatten(), fused, positions, attend)
         return feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1)
@@ -183,7 +182,8 @@ class _Expansion:
     def set_children(self, nodes: Tensor, feature: Tensor, hidden: Tensor, depth: int) -> None:
         """Choose the children of nodes [B, W] at `depth` from the head's output [B, W, H]."""
         head, count = self._drafter.head, self._children.shape[2]
-        logits = head.logits(hidden).float()
+        # Flat, since a batched product of strided rows copies the weight.
+        logits = head.logits(hidden.flatten(0, 1)).float().view(*nodes.shape, -1)
         if self._probs is None:
             draft_ids = logits.topk(count, dim=-1).indices
         else:
