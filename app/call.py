@@ -23,8 +23,7 @@ class Message:
 class CallOptions:
     """What chat and completions have in common.
 
-    `sampling.max_tokens` holds a value only where `max_tokens` does; `max_tokens` None means the rest of the
-    context. `num_choices` sequences are drawn per prompt.
+    `max_tokens` None means as many as `sampling.max_tokens` and the context allow. `num_choices` sequences are drawn per prompt.
     """
 
     model: str

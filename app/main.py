@@ -4,7 +4,6 @@ This and `cli_serve` are the only files that know Ray; what they place is in `in
 """
 
 import asyncio
-import importlib.metadata
 from collections.abc import Awaitable
 from contextlib import aclosing
 from typing import TypeVar
@@ -21,6 +20,7 @@ from app.config import ServerConfig
 from app.ingress import Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
+from app.version import version
 from engine import CapacityError, EngineDeadError
 
 T = TypeVar("T")
@@ -126,8 +126,7 @@ class IngressDeployment:
     """The HTTP front as a deployment; the routes live in the application that `Ingress` builds."""
 
     def __init__(self, server: DeploymentHandle, max_body_bytes: int) -> None:
-        version = importlib.metadata.version("eyas")
-        self._ingress = Ingress(HandleBackend(server), version, max_body_bytes)
+        self._ingress = Ingress(HandleBackend(server), version(), max_body_bytes)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return self._ingress.build()

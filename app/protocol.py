@@ -166,14 +166,14 @@ class _GenerationBody(_Body):
     skip_special_tokens: bool | None = None
     speculation: str | None = None
 
-    def options(self, max_tokens: int | None) -> CallOptions:
+    def options(self, max_tokens: int | None, default_max_tokens: int) -> CallOptions:
         """Return the call's options; values out of range raise `RequestError` naming the field."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only valid with stream: true", "stream_options")
         stream_options = self.stream_options or StreamOptions()
         return CallOptions(
             model=self.model,
-            sampling=self._sampling(max_tokens),
+            sampling=self._sampling(_default(max_tokens, default_max_tokens)),
             max_tokens=max_tokens,
             num_choices=self.n or 1,
             stops=tuple(self.stop),
@@ -184,7 +184,7 @@ class _GenerationBody(_Body):
             has_continuous_usage=bool(stream_options.continuous_usage_stats),
         )
 
-    def _sampling(self, max_tokens: int | None) -> SamplingParams:
+    def _sampling(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(
             temperature=_default(self.temperature, 1.0),
             top_k=0
@@ -197,7 +197,7 @@ class _GenerationBody(_Body):
             frequency_penalty=_default(self.frequency_penalty, 0.0),
             logit_bias=_as_bias(self.logit_bias or {}),
             seed=self.seed,
-            max_tokens=UNBOUNDED_TOKENS if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             min_tokens=_default(self.min_tokens, 0),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -211,7 +211,7 @@ class ChatBody(_GenerationBody):
 
     def to_call(self) -> ChatCall:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return ChatCall(tuple(message.to_message() for message in self.messages), self.options(asked))
+        return ChatCall(tuple(message.to_message() for message in self.messages), self.options(asked, UNBOUNDED_TOKENS))
 
 
 class CompletionBody(_GenerationBody):
@@ -221,7 +221,7 @@ class CompletionBody(_GenerationBody):
     def to_call(self) -> CompletionCall:
         if self.best_of not in (None, self.n or 1):
             raise RequestError("best_of is supported only where it equals n: leave it out", "best_of")
-        return CompletionCall(tuple(self.prompt), self.options(self.max_tokens))
+        return CompletionCall(tuple(self.prompt), self.options(self.max_tokens, DEFAULT_COMPLETION_TOKENS))
 
 
 def parse_chat(body: bytes) -> ChatCall:

@@ -4,7 +4,6 @@ HTTP is left to `ingress`, placing and scaling replicas to `main`.
 """
 
 import asyncio
-import importlib.metadata
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -19,6 +18,7 @@ from app.generation import ChoiceDelta, TokenEngine, run_choices
 from app.metrics import Histogram, ReplicaSnapshot
 from app.streaming import DONE, ChatForm, CompletionForm, Envelope, EventWriter, Form, Tally, whole_body
 from app.tokenizer import Tokenizer
+from app.version import version
 from engine import AsyncEngine, Request
 
 Tokenize = Callable[[], Awaitable[list[tuple[int, ...]]]]
@@ -61,7 +61,7 @@ class LLMServer:
         self._replica = replica
         self._clock = clock
         self._created = int(time.time())
-        self._version = importlib.metadata.version("eyas")
+        self._version = version()
         self._fingerprint = f"eyas-{self._version}-{engine.facts.model_digest[:8]}"
         self._first_token = Histogram("eyas_time_to_first_token_seconds")
         self._per_token = Histogram("eyas_time_per_output_token_seconds")
