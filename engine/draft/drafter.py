@@ -47,13 +47,15 @@ class DraftNoise:
 
 
 class TreeDrafter(Protocol):
-    """Whatever can propose the tokens of a tree. Its proposals change the speed of a step, never its output."""
+    """Whatever can propose the tokens of a tree. Its proposals change the speed of a step, never its
+    output.
+    """
 
     def fill(
         self, token_ids: Tensor, features: Tensor, start: int, draft_start: Tensor, block_table: Tensor
     ) -> None:
-        """Take note of T prompt tokens [T] at positions from `start`, each with the features [T, F] of the token
-        before it; draft_start: [1] int64, the first position with draft K/V; block_table: [1, P] int64.
+        """Take note of T prompt tokens [T] at positions from `start`, each with the features [T, F] of the
+        token before it; draft_start: [1] int64, the first position with draft K/V; block_table: [1, P] int64.
         """
 
     def draft(

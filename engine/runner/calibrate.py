@@ -27,7 +27,9 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def choose_num_threads(config: EngineConfig) -> int:
-    """Return the intra-op threads: cores - 1 by default, since two threads on two busy cores spin at each barrier."""
+    """Return the intra-op threads: cores - 1 by default, since two threads on two busy cores spin at each
+    barrier.
+    """
     return config.num_threads or max(1, (os.cpu_count() or 2) - 1)
 
 

@@ -13,9 +13,14 @@ _GIB = 1 << 30
 
 
 def plan_num_blocks(
-    config: EngineConfig, model: ModelConfig, draft: DraftConfig | None, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    draft: DraftConfig | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
-    """Return the number of blocks, the dummy included; each holds target and draft K/V of `block_size` positions.
+    """Return the number of blocks, the dummy included; each holds target and draft K/V of `block_size`
+    positions.
 
     Raises `ConfigError` where not even two fit.
     """
@@ -28,14 +33,19 @@ def plan_num_blocks(
     num_blocks = num_bytes // per_block
     if num_blocks < 2:
         raise ConfigError(
-            f"the cache needs at least {2 * per_block / _GIB:.2f} GiB, memory_gib gives {num_bytes / _GIB:.2f}: raise it"
+            f"the cache needs at least {2 * per_block / _GIB:.2f} GiB, found {num_bytes / _GIB:.2f}: "
+            "raise memory_gib"
         )
     return num_blocks
 
 
-def bytes_per_block(block_size: int, model: ModelConfig, draft: DraftConfig | None, dtype: torch.dtype) -> int:
+def bytes_per_block(
+    block_size: int, model: ModelConfig, draft: DraftConfig | None, dtype: torch.dtype
+) -> int:
     """Return the bytes of one block over both networks."""
     total = KVPool.bytes_per_block(model.num_layers, block_size, model.num_kv_heads, model.head_dim, dtype)
     if draft is not None:
-        total += KVPool.bytes_per_block(draft.num_layers, block_size, draft.num_kv_heads, draft.head_dim, dtype)
+        total += KVPool.bytes_per_block(
+            draft.num_layers, block_size, draft.num_kv_heads, draft.head_dim, dtype
+        )
     return total

@@ -65,6 +65,7 @@ class Scheduler:
         self._free_slots = list(range(1, config.max_num_seqs + 1))  # a heap, so that slots in use stay low
         self._flights: deque[Flight] = deque()
         self._next_step_idx = 0
+        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -268,6 +269,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         sequence.num_cached = 0
         sequence.num_preemptions += 1
+        self.num_preemptions += 1
         self._waiting.push(sequence)
 
     def _leave(self, progress: Progress) -> None:

@@ -3,6 +3,7 @@
 The format of a file is left to `safetensors`, the use of the tensors to `loader`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,7 @@ from engine.weights.safetensors import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class TensorSource(Protocol):
@@ -90,6 +92,6 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} must hold a weight_map with the file of every tensor")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if not isinstance(file_name, str) or not _SHARD_NAME.fullmatch(file_name):
             raise ModelLoadError(f"{path}: tensor {name!r} needs a plain file name, found {file_name!r}")
     return weight_map

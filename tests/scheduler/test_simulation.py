@@ -138,6 +138,23 @@ def test_a_pool_filled_to_the_last_block_makes_progress(block_size, tree):
     assert sum(sequence.num_preemptions for sequence in simulation.sequences.values()) > 0
 
 
+@pytest.mark.parametrize("is_late", [True, False], ids=["late", "prompt"])
+def test_a_step_that_preempts_or_stalls_admits_nobody(is_late):
+    simulation = Simulation(num_blocks=17, block_size=4, is_late=is_late, max_num_seqs=2)
+    for idx in range(2):
+        simulation.add(f"r{idx}", [idx] * 8, max_tokens=50, ignore_eos=True)
+    simulation.step("chain-3")
+    simulation.add("urgent", [3], priority=-1, max_tokens=8)  # would fit as soon as a slot is free
+    num_preemptions = 0
+    while simulation.scheduler.has_work:
+        plan = simulation.step("chain-3")
+        total = sum(sequence.num_preemptions for sequence in simulation.sequences.values())
+        assert total == num_preemptions or not plan.admissions
+        num_preemptions = total
+    assert num_preemptions > 0
+    simulation.check_outputs()
+
+
 def test_the_best_sequence_is_never_preempted():
     simulation = Simulation(num_blocks=17, block_size=4, seed=3)
     first = simulation.add("first", [9] * 8, priority=-1, max_tokens=55, ignore_eos=True)
