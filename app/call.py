@@ -23,7 +23,8 @@ class Message:
 class CallOptions:
     """What chat and completions have in common.
 
-    `max_tokens` None means as many as `sampling.max_tokens` and the context allow. `num_choices` sequences are drawn per prompt.
+    `max_tokens` None means as many as `sampling.max_tokens` and the context allow. `num_choices` sequences
+    are drawn per prompt.
     """
 
     model: str

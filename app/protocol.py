@@ -211,7 +211,9 @@ class ChatBody(_GenerationBody):
 
     def to_call(self) -> ChatCall:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return ChatCall(tuple(message.to_message() for message in self.messages), self.options(asked, UNBOUNDED_TOKENS))
+        return ChatCall(
+            tuple(message.to_message() for message in self.messages), self.options(asked, UNBOUNDED_TOKENS)
+        )
 
 
 class CompletionBody(_GenerationBody):
