@@ -3,8 +3,10 @@
 Everything else in this package is the engine's own.
 """
 
+from engine.async_engine import AsyncEngine
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig, SpeculationConfig
+from engine.detokenizer import IncrementalDetokenizer
 from engine.engine import Engine
 from engine.errors import (
     CapacityError,
@@ -18,8 +20,12 @@ from engine.errors import (
 )
 from engine.request import FinishReason, Request, SamplingParams
 from engine.stats import EngineFacts, EngineStats
+from engine.stop_strings import StopStrings
+from engine.weights.pull import pull
+from engine.weights.source import resolve_model
 
 __all__ = [
+    "AsyncEngine",
     "CapacityError",
     "ConfigError",
     "DraftMismatchError",
@@ -30,6 +36,7 @@ __all__ = [
     "EngineStats",
     "EyasError",
     "FinishReason",
+    "IncrementalDetokenizer",
     "ModelLoadError",
     "Request",
     "RequestError",
@@ -37,4 +44,7 @@ __all__ = [
     "SequenceDelta",
     "SpeculationConfig",
     "StepError",
+    "StopStrings",
+    "pull",
+    "resolve_model",
 ]

@@ -53,9 +53,7 @@ def load_draft(folder: Path) -> LoadedDraft:
     """
     files = read_json_object(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not {CONFIG, WEIGHTS} <= files.keys():
-        raise ModelLoadError(
-            f"{folder / MANIFEST} must list the sha256 of {CONFIG} and {WEIGHTS} under files"
-        )
+        raise ModelLoadError(f"{folder / MANIFEST} must name the sha256 of {CONFIG} and {WEIGHTS} in files")
     for name, expected in files.items():
         found = file_digest(folder / name)
         if found != expected:

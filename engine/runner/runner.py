@@ -234,8 +234,11 @@ class ModelRunner:
         positions = self._state.seq_len[slots][:, None] + step
         pool_slots = slots_of(tables, positions, is_kept, self._shape.block_size)
         self._pool.commit(pool_slots.flatten(), *self._scratch.gather(path))
-        features = output.features.view(path.shape[0], -1, output.features.shape[1])
-        rows = torch.arange(path.shape[0], device=self.device)[:, None]
+        num_rows = path.shape[0]
+        features = output.features.view(
+            num_rows, output.features.shape[0] // num_rows, output.features.shape[1]
+        )
+        rows = torch.arange(num_rows, device=self.device)[:, None]
         self._state.commit(slots, verification, features[rows, path], is_penalized)
 
     def _tree_tensors(self, topologies: tuple[TreeTopology, ...]) -> TreeTensors:
