@@ -64,7 +64,9 @@ def write_answer(
     for delta in deltas(engine):
         num_tokens += len(delta.token_ids)
         num_calls = delta.num_calls
-        out.writelines(piece.coloured() if has_colours else piece.text for piece in pieces(detokenizer, delta))
+        out.writelines(
+            piece.coloured() if has_colours else piece.text for piece in pieces(detokenizer, delta)
+        )
         out.flush()
     out.write(detokenizer.flush())
     seconds = time.perf_counter() - start
