@@ -95,6 +95,7 @@ LIBRARY_MODULES = ("engine.kernels", "engine.attention.triton", "engine.attentio
 # Modules outside `engine` that may import inside functions, and why.
 LAZY_IMPORTERS: dict[str, str] = {
     "app.cli": "a command loads only what it runs: help and bench must not wait for Ray",
+    "app.cli_serve": "a bad configuration and a taken port are told before Ray starts, which takes seconds",
 }
 
 # What a machine may lack while `engine` must still import.
