@@ -5,7 +5,7 @@ Device tensors are built from it in `runner/inputs` only.
 
 from dataclasses import dataclass
 
-from engine.request import SamplingParams
+from engine.request import FinishReason, SamplingParams
 from engine.tree.topology import TreeTopology
 
 DUMMY_SLOT = 0  # a padded row of a batch is this slot: it reads an empty prefix and writes to the dummy block
@@ -95,3 +95,52 @@ class StepResult:
 
     step_idx: int
     rows: tuple[RowResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What one sequence gained in a step: the new tokens, and how it ended if it did.
+
+    The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
+    verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
+    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_accepted_in_step: int
+    finish_reason: FinishReason | None
+    num_calls: int
+    num_drafted: int
+    num_accepted: int
+    num_prefix_hits: int
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a dispatcher may know before a step. `num_free_blocks` counts evictable blocks too."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them."""
+
+    topology: TreeTopology
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What a collected step did and cost: the dispatcher's evidence. `load` is what it was chosen by."""
+
+    step_idx: int
+    load: Load
+    rows: tuple[RowStats, ...]
+    num_prefill_tokens: int
+    seconds: float

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from engine.errors import RequestError
 
+MAX_LOGIT_BIASES = 300
+MAX_STOP_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -49,7 +52,17 @@ class SamplingParams:
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]")
         if self.seed is not None:
             _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")
-        _require("logit_bias", len(self.logit_bias), len(self.logit_bias) <= 300, "at most 300 entries")
+        num_biases, num_stops = len(self.logit_bias), len(self.stop_token_ids)
+        _require(
+            "logit_bias", num_biases, num_biases <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} entries"
+        )
+        # The last places are for the model's own end-of-text tokens.
+        _require(
+            "stop_token_ids",
+            num_stops,
+            num_stops <= MAX_STOP_TOKENS - 8,
+            f"at most {MAX_STOP_TOKENS - 8} ids",
+        )
         for token_id, bias in self.logit_bias:
             _require("logit_bias", token_id, token_id >= 0, "token ids of 0 or more")
             _require("logit_bias", bias, abs(bias) <= 100.0, "biases in [-100, 100]")

@@ -57,10 +57,12 @@ class DecoderLayer(nn.Module):
         normalised.
         """
         shape = self.shape
+        num_rotated = shape.num_heads + shape.num_kv_heads
         qkv = self.qkv_proj(x).view(x.shape[0], -1, shape.head_dim)
-        rotated = rotate(qkv[:, : shape.num_heads + shape.num_kv_heads], angles)
-        q, k = rotated.split((shape.num_heads, shape.num_kv_heads), dim=1)
-        attended = attend(layer_idx, q, k, qkv[:, shape.num_heads + shape.num_kv_heads :])
+        rotated = rotate(qkv[:, :num_rotated], angles)
+        q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
+        attended = attend(layer_idx, q, k, qkv[:, num_rotated:])
         residual = residual + self.o_proj(attended.reshape(x.shape[0], -1))
         gate, up = self.gate_up_proj(self.post_attention_norm(residual)).chunk(2, dim=-1)
-        return residual + self.down_proj(F.silu(gate) * up)
+        mlp: Tensor = self.down_proj(F.silu(gate) * up)
+        return residual + mlp

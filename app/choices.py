@@ -1,0 +1,101 @@
+"""From a call and its prompts' tokens to the engine's requests, one per choice.
+
+What can be refused before the engine is asked is refused here. Running the requests is left to `generation`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from app.call import CallOptions
+from app.errors import ContextLengthError
+from engine import EngineFacts, Request, RequestError, SamplingParams
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it are far apart modulo 2^64
+
+
+def plan_requests(
+    call_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    options: CallOptions,
+    facts: EngineFacts,
+    parameter: str,
+    max_requests: int,
+) -> tuple[Request, ...]:
+    """Return the requests of a call; choice k of prompt i is number i * num_choices + k.
+
+    `parameter` names the body's field that holds the prompts. Raises `RequestError` for an empty or over-long
+    prompt, a token id outside the vocabulary, an unknown tree, and a call of more than `max_requests`.
+    """
+    num_requests = len(prompts) * options.num_choices
+    if num_requests > max_requests:
+        raise RequestError(
+            f"one call may ask for {max_requests} answers (prompts x n), found {num_requests}",
+            "n" if len(prompts) == 1 else parameter,
+        )
+    _check_sampling(options.sampling, facts)
+    requests: list[Request] = []
+    for token_ids in prompts:
+        _check_prompt(token_ids, facts, parameter)
+        max_tokens = _max_tokens(len(token_ids), options, facts)
+        for choice in range(options.num_choices):
+            sampling = dataclasses.replace(
+                options.sampling, max_tokens=max_tokens, seed=_derive_seed(options.sampling.seed, choice)
+            )
+            requests.append(Request(f"{call_id}-{len(requests)}", token_ids, sampling))
+    return tuple(requests)
+
+
+def _check_prompt(token_ids: tuple[int, ...], facts: EngineFacts, parameter: str) -> None:
+    if not token_ids:
+        raise RequestError("the prompt is empty: send at least one token", parameter)
+    if len(token_ids) >= facts.max_model_len:
+        raise ContextLengthError(
+            f"the model's context is {facts.max_model_len} tokens and the prompt alone has {len(token_ids)}: "
+            "shorten it",
+            parameter,
+        )
+    _check_token_ids(token_ids, facts, parameter)
+
+
+def _check_sampling(sampling: SamplingParams, facts: EngineFacts) -> None:
+    _check_token_ids(sampling.stop_token_ids, facts, "stop_token_ids")
+    _check_token_ids([token_id for token_id, _ in sampling.logit_bias], facts, "logit_bias")
+    known = ("auto", "off", *(tree for tree in facts.trees if tree != "off"))
+    if sampling.speculation not in known:
+        raise RequestError(
+            f"speculation must be one of {', '.join(known)}, found {sampling.speculation[:40]!r}",
+            "speculation",
+        )
+
+
+def _check_token_ids(token_ids: Sequence[int], facts: EngineFacts, parameter: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < facts.vocab_size:
+            raise RequestError(
+                f"{parameter} holds token id {token_id}; the model's ids are 0 to {facts.vocab_size - 1}",
+                parameter,
+            )
+
+
+def _max_tokens(prompt_len: int, options: CallOptions, facts: EngineFacts) -> int:
+    room = facts.max_model_len - prompt_len
+    if options.max_tokens is not None and options.max_tokens > room:
+        raise ContextLengthError(
+            f"the model's context is {facts.max_model_len} tokens: {prompt_len} of the prompt and "
+            f"{options.max_tokens} of max_tokens are too many",
+            "max_tokens",
+        )
+    if options.sampling.min_tokens > room:
+        raise ContextLengthError(
+            f"min_tokens may be at most {room} after this prompt, found {options.sampling.min_tokens}",
+            "min_tokens",
+        )
+    return min(room, options.sampling.max_tokens)
+
+
+def _derive_seed(seed: int | None, choice: int) -> int | None:
+    """Choice 0 keeps the seed, so that n does not change the first answer; others get their own."""
+    if seed is None:
+        return None
+    derived = (seed + choice * _SEED_STEP) % 2**64
+    return derived - 2**64 if derived >= 2**63 else derived

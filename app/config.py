@@ -1,0 +1,146 @@
+"""What the operator asks of a server: one YAML file, command-line flags over it, checked at the edge.
+
+The engine's own sizes are checked by `EngineConfig`, which this builds.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+import engine
+from engine import ConfigError, EngineConfig, SpeculationConfig, resolve_model
+
+SHIPPED_DRAFTS = Path(engine.__file__).parent / "draft" / "pretrained"
+DEFAULT_MODEL = "smollm2"
+AUTO_DRAFT = "auto"
+NO_DRAFT = "none"
+
+_SPECULATION = SpeculationConfig()
+_ENGINE = EngineConfig(model=Path())
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class SpeculationSection(_Section):
+    """Mirrors `SpeculationConfig`."""
+
+    mode: str = _SPECULATION.mode
+    table: tuple[tuple[int, str], ...] = _SPECULATION.table
+    draft_mode: Literal["greedy", "sampled"] = _SPECULATION.draft_mode
+    feature_window: int = _SPECULATION.feature_window
+
+
+class EngineSection(_Section):
+    """Mirrors `EngineConfig`, whose `model` and `draft` stand at the top level."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _ENGINE.dtype
+    device: Literal["auto", "cpu", "cuda"] = _ENGINE.device
+    attention_backend: str = _ENGINE.attention_backend
+    block_size: int = _ENGINE.block_size
+    num_blocks: int | None = _ENGINE.num_blocks
+    memory_gib: float = _ENGINE.memory_gib
+    max_model_len: int | None = _ENGINE.max_model_len
+    max_num_seqs: int = _ENGINE.max_num_seqs
+    max_num_waiting: int = _ENGINE.max_num_waiting
+    max_batched_tokens: int = _ENGINE.max_batched_tokens
+    enable_prefix_cache: bool = _ENGINE.enable_prefix_cache
+    num_threads: int | None = _ENGINE.num_threads
+    seed: int = _ENGINE.seed
+    speculation: SpeculationSection = SpeculationSection()
+
+
+class ServerConfig(_Section):
+    """One server. `draft` is a folder, "auto" (the one shipped for the model, if any) or "none".
+
+    `num_gpus` is what Ray reserves per replica.
+    `drain_timeout_s` bounds how long a stopping replica waits for its streams: set it to the longest answer.
+    """
+
+    model: str = DEFAULT_MODEL
+    draft: str = AUTO_DRAFT
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    max_body_bytes: int = Field(default=10_000_000, ge=1)
+    num_replicas: int = Field(default=1, ge=1)
+    num_gpus: float = Field(default=0, ge=0)
+    drain_timeout_s: float = Field(default=600.0, ge=0)
+    engine: EngineSection = EngineSection()
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Let the engine's dataclasses find a bad size now, not when a replica starts."""
+        _engine_config(self.engine, Path(self.model), None)
+        return self
+
+    @property
+    def name(self) -> str:
+        """The name that clients ask for."""
+        return self.served_model_name or self.model.removeprefix("hf://").rstrip("/").rpartition("/")[2]
+
+    def draft_folder(self) -> Path | None:
+        """Return the folder of the draft, or None. Raises `ConfigError` where a named one is missing."""
+        if self.draft == NO_DRAFT:
+            return None
+        if self.draft == AUTO_DRAFT:
+            shipped = SHIPPED_DRAFTS / self.model
+            return shipped if (shipped / "config.json").is_file() else None
+        folder = Path(self.draft).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"draft must be a folder, {AUTO_DRAFT} or {NO_DRAFT}, found {self.draft!r}")
+        return folder
+
+    def engine_config(self, progress: bool = False) -> EngineConfig:
+        """Return the engine's config, fetching the model where it is absent."""
+        draft = self.draft_folder()
+        return _engine_config(self.engine, resolve_model(self.model, progress), draft)
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> ServerConfig:
+    """Read a YAML file (or none) and lay `overrides` over it, whose dotted keys name nested ones.
+
+    Raises `ConfigError` naming the key and the file.
+    """
+    values = {} if path is None else _read_yaml(path)
+    for key, value in overrides.items():
+        section = values
+        *parents, last = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{path}: {parent} must be a section")
+        section[last] = value
+    try:
+        return ServerConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the configuration"
+        text = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{path or 'configuration'}: {key}: {text}") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} must be YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must be a mapping of keys, found {type(values).__name__}")
+    return values
+
+
+def _engine_config(section: EngineSection, model: Path, draft: Path | None) -> EngineConfig:
+    sizes = {name: getattr(section, name) for name in EngineSection.model_fields if name != "speculation"}
+    speculation = SpeculationConfig(
+        **{f.name: getattr(section.speculation, f.name) for f in dataclasses.fields(SpeculationConfig)}
+    )
+    return EngineConfig(model=model, draft=draft, speculation=speculation, **sizes)

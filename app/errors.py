@@ -1,0 +1,109 @@
+"""The one place where an error becomes an HTTP status and an OpenAI body.
+
+Raising the right error is left to everybody else.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+
+from app.call import Reply
+from engine import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    EyasError,
+    ModelLoadError,
+    RequestError,
+    StepError,
+)
+
+logger = logging.getLogger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+RETRY_SOON = (("retry-after", "1"),)
+RETRY_LATER = (("retry-after", "5"),)
+# The official clients retry every 5xx twice; a request that breaks the model would break it three times.
+NO_RETRY = (("x-should-retry", "false"),)
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer do not fit into the model's context."""
+
+
+class UnknownModelError(RequestError):
+    """A model was asked for that is not served here."""
+
+
+class MediaTypeError(RequestError):
+    """A body is not declared as JSON."""
+
+
+class BodyTooLargeError(RequestError):
+    """A body is larger than the server takes; it was not read to its end."""
+
+
+class UnknownRouteError(RequestError):
+    """No such path."""
+
+
+class WrongMethodError(RequestError):
+    """The path exists, but not for this HTTP method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How one kind of error reads over HTTP."""
+
+    status: int
+    kind: str
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+# The most derived class comes first: the first match counts.
+_WORDINGS: tuple[tuple[type[EyasError], Wording], ...] = (
+    (ContextLengthError, Wording(400, INVALID_REQUEST, "context_length_exceeded")),
+    (UnknownModelError, Wording(404, INVALID_REQUEST, "model_not_found")),
+    (UnknownRouteError, Wording(404, INVALID_REQUEST, "unknown_url")),
+    (WrongMethodError, Wording(405, INVALID_REQUEST, "method_not_allowed")),
+    (MediaTypeError, Wording(415, INVALID_REQUEST, "unsupported_media_type")),
+    (BodyTooLargeError, Wording(413, INVALID_REQUEST, "request_too_large")),
+    (RequestError, Wording(400, INVALID_REQUEST)),
+    (CapacityError, Wording(429, "rate_limit_error", "rate_limit_exceeded", RETRY_SOON)),
+    (EngineDeadError, Wording(503, "server_error", "engine_unavailable", RETRY_LATER)),
+    (StepError, Wording(500, "server_error", "step_failed", NO_RETRY)),
+    (ModelLoadError, Wording(503, "server_error", "model_unavailable", RETRY_LATER)),
+    (ConfigError, Wording(500, "server_error", "misconfigured", NO_RETRY)),
+    (EyasError, Wording(500, "server_error")),
+)
+_INTERNAL = Wording(500, "server_error", "internal_error")
+
+
+def reply_for(error: Exception) -> Reply:
+    """Return the HTTP answer for `error`. An error of no known kind is logged and its text kept inside."""
+    wording = _wording(error)
+    return Reply(wording.status, _dump(_body(error, wording)), wording.headers)
+
+
+def event_for(error: Exception) -> bytes:
+    """Return `error` as the last event but one of a stream that has begun; `[DONE]` is left to the caller."""
+    return b"data: " + _dump(_body(error, _wording(error))) + b"\n\n"
+
+
+def _wording(error: Exception) -> Wording:
+    for kind, wording in _WORDINGS:
+        if isinstance(error, kind):
+            return wording
+    logger.error("unexpected error", exc_info=error)
+    return _INTERNAL
+
+
+def _body(error: Exception, wording: Wording) -> dict[str, dict[str, str | None]]:
+    message = str(error) if isinstance(error, EyasError) else "the server failed; its log has the reason"
+    parameter = error.parameter if isinstance(error, RequestError) else None
+    return {"error": {"message": message, "type": wording.kind, "param": parameter, "code": wording.code}}
+
+
+def _dump(body: dict[str, dict[str, str | None]]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()

@@ -1,0 +1,107 @@
+"""Runs the requests of one call and merges their steps into one stream of text.
+
+Closing the stream closes every request, which makes the engine give back their blocks. How the text is
+written as JSON is left to `streaming`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.answer import Answer, AnswerEnd
+from app.call import CallOptions
+from app.tokenizer import Tokenizer
+from engine import EngineFacts, EngineStats, Request, SequenceDelta, StopStrings
+
+
+class TokenEngine(Protocol):
+    """What the application asks of an engine; `engine.AsyncEngine` is one."""
+
+    facts: EngineFacts
+
+    def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]: ...
+    async def stats(self) -> EngineStats: ...
+    def check_health(self) -> None: ...
+    async def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What a step added to choice `index`: `num_tokens` is its total so far, `end` set on its last delta."""
+
+    index: int
+    text: str
+    num_tokens: int
+    num_cached: int
+    end: AnswerEnd | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A choice has no more deltas: it is complete, or `error` stopped it."""
+
+    error: Exception | None
+
+
+async def run_choices(
+    engine: TokenEngine, tokenizer: Tokenizer, requests: Sequence[Request], options: CallOptions
+) -> AsyncGenerator[list[ChoiceDelta], None]:
+    """Yield what the choices gained, all that is ready at a time. The first error ends them all."""
+    # One queue, so that a slow client gets fewer and larger messages, never a growing number of them.
+    queue: asyncio.Queue[ChoiceDelta | _Ended] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_pump(_run_choice(engine, tokenizer, idx, request, options), queue))
+        for idx, request in enumerate(requests)
+    ]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            ready = [await queue.get()]
+            while not queue.empty():
+                ready.append(queue.get_nowait())
+            if deltas := [item for item in ready if isinstance(item, ChoiceDelta)]:
+                yield deltas
+            for item in ready:
+                if isinstance(item, _Ended):
+                    num_open -= 1
+                    if item.error is not None:
+                        raise item.error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    deltas: AsyncGenerator[ChoiceDelta, None], queue: asyncio.Queue[ChoiceDelta | _Ended]
+) -> None:
+    error: Exception | None = None
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                queue.put_nowait(delta)
+    except Exception as caught:  # handed to the reader of the queue, who raises it
+        error = caught
+    queue.put_nowait(_Ended(error))
+
+
+async def _run_choice(
+    engine: TokenEngine, tokenizer: Tokenizer, index: int, request: Request, options: CallOptions
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """Yield the text of one choice; leaving early (a stop string, a lost client) aborts its sequence."""
+    answer = Answer(
+        tokenizer,
+        request.prompt_token_ids,
+        StopStrings(options.stops, options.includes_stop),
+        min_tokens=request.sampling.min_tokens,
+        stop_token_ids=(*request.sampling.stop_token_ids, *engine.facts.eos_token_ids),
+        skip_special_tokens=options.skips_special_tokens,
+    )
+    async with aclosing(engine.generate(request)) as steps:
+        async for step in steps:
+            text = answer.append(step)
+            yield ChoiceDelta(index, text, answer.num_tokens, step.num_prefix_hits, answer.end)
+            if answer.end is not None:
+                return

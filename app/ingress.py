@@ -1,0 +1,212 @@
+"""The HTTP front: reads and limits bodies, routes them to a server, and sends what it answers.
+
+Parsing is left to `protocol`, wording of errors to `errors`; Ray is not known here.
+"""
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from typing import Protocol, TypeVar
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.call import ChatCall, CompletionCall, Reply
+from app.errors import (
+    BodyTooLargeError,
+    MediaTypeError,
+    UnknownModelError,
+    UnknownRouteError,
+    WrongMethodError,
+    event_for,
+    reply_for,
+)
+from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
+from app.protocol import parse_chat, parse_completion
+from app.server import ModelCard
+from app.streaming import DONE
+from engine import EyasError, RequestError
+
+Messages = AsyncGenerator[bytes | Reply, None]
+C = TypeVar("C", ChatCall, CompletionCall)
+
+# Proxies must pass every event on at once.
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Backend(Protocol):
+    """The servers behind an ingress, wherever they run."""
+
+    def chat(self, call: ChatCall, call_id: str) -> Messages: ...
+    def completions(self, call: CompletionCall, call_id: str) -> Messages: ...
+    async def card(self) -> ModelCard: ...
+    async def snapshots(self) -> list[ReplicaSnapshot]: ...
+    async def check_health(self) -> None: ...
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source is closed as soon as the client is gone, not when it is collected."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+class Ingress:
+    """The endpoints of one backend."""
+
+    def __init__(self, backend: Backend, version: str, max_body_bytes: int) -> None:
+        self._backend = backend
+        self._version = version
+        self._max_body_bytes = max_body_bytes
+
+    def build(self) -> FastAPI:
+        """Return the ASGI application."""
+        app = FastAPI(
+            title="Eyas",
+            version=self._version,
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            # FastAPI's own spans would fork the trace that Ray Serve began.
+            telemetry={"tracing": False},
+            exception_handlers={HTTPException: _routing_error},
+        )
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"])
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/version", self.version, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        return app
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat, self._backend.chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, parse_completion, self._backend.completions)
+
+    async def models(self) -> Response:
+        try:
+            return JSONResponse({"object": "list", "data": [_card_body(await self._backend.card())]})
+        except EyasError as error:
+            return _response(reply_for(error))
+
+    async def model(self, name: str) -> Response:
+        try:
+            card = await self._backend.card()
+            if name != card.name:
+                raise UnknownModelError(f"the model {name[:80]!r} does not exist here", "model")
+            return JSONResponse(_card_body(card))
+        except EyasError as error:
+            return _response(reply_for(error))
+
+    async def health(self) -> Response:
+        try:
+            await self._backend.check_health()
+        except EyasError as error:
+            return _response(reply_for(error))
+        return Response()
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": self._version})
+
+    async def metrics(self) -> Response:
+        try:
+            return Response(render(await self._backend.snapshots()), headers={"content-type": CONTENT_TYPE})
+        except EyasError as error:
+            return _response(reply_for(error))
+
+    async def _answer(
+        self, request: Request, parse: Callable[[bytes], C], ask: Callable[[C, str], Messages]
+    ) -> Response:
+        try:
+            call = parse(await self._read(request))
+            messages = ask(call, uuid.uuid4().hex)
+            # The first message is awaited before any status is sent, so that an error is a status.
+            first = await anext(messages)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:  # the edge of a call: every error becomes an answer
+            return _response(reply_for(error))
+        if isinstance(first, Reply):
+            await messages.aclose()
+            return _response(first)
+        return EventStream(_relay(first, messages))
+
+    async def _read(self, request: Request) -> bytes:
+        """Return the body, reading no more of it than is allowed."""
+        _check_media_type(request.headers)
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > self._max_body_bytes:
+            raise self._too_large()
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._max_body_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(f"the body may have {self._max_body_bytes} bytes at most")
+
+
+async def _relay(first: bytes, messages: Messages) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream that has begun; a server that dies under it ends it with one event."""
+    async with aclosing(messages):
+        yield first
+        try:
+            async for message in messages:
+                assert isinstance(message, bytes), "a whole reply inside a stream"
+                yield message
+        except Exception as error:  # the status is out: the error can only be an event
+            yield event_for(error) + DONE
+
+
+def _check_media_type(headers: Mapping[str, str]) -> None:
+    media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise MediaTypeError(
+            f"the body must be sent as content-type application/json, found {media_type[:80]!r}"
+        )
+
+
+def _card_body(card: ModelCard) -> dict[str, object]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "eyas",
+        "root": card.name,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }
+
+
+def _response(reply: Reply) -> Response:
+    return Response(reply.body, reply.status, dict(reply.headers), "application/json")
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """Word the errors of the router itself as OpenAI does."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        advice = f"; did you mean /v1{path}?" if path in _V1_PATHS else ""
+        return _response(reply_for(UnknownRouteError(f"no such path: {request.method} {path[:200]}{advice}")))
+    if error.status_code == 405:
+        response = _response(reply_for(WrongMethodError(f"{path} does not take {request.method}")))
+        response.headers.update(error.headers or {})
+        return response
+    return _response(reply_for(RequestError(str(error.detail))))
+
+
+_V1_PATHS = ("/chat/completions", "/completions", "/models")

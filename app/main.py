@@ -1,0 +1,156 @@
+"""The Ray Serve application: an ingress in front of servers that own an engine each.
+
+This and `cli_serve` are the only files that know Ray; what they place is in `ingress` and `server`.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import aclosing
+from typing import TypeVar
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve import Application
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from app.call import ChatCall, CompletionCall, Reply
+from app.config import ServerConfig
+from app.ingress import Ingress, Messages
+from app.metrics import ReplicaSnapshot
+from app.server import LLMServer, ModelCard
+from app.version import version
+from engine import CapacityError, EngineDeadError
+
+T = TypeVar("T")
+
+# The engine's own queue limit answers 429 at once; Serve must not hold calls back before it.
+MAX_ONGOING_REQUESTS = 100_000
+MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
+HEALTH_PERIOD_S = 5.0
+CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
+
+
+class LLMServerDeployment:
+    """One replica: an `LLMServer` with the life that Serve gives it."""
+
+    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        replica = serve.get_replica_context().replica_tag
+        self._server = await LLMServer.start(config, replica)
+
+    async def chat(self, call: ChatCall, call_id: str) -> Messages:
+        async with aclosing(self._server.chat(call, call_id)) as messages:
+            async for message in messages:
+                yield message
+
+    async def completions(self, call: CompletionCall, call_id: str) -> Messages:
+        async with aclosing(self._server.completions(call, call_id)) as messages:
+            async for message in messages:
+                yield message
+
+    async def card(self) -> ModelCard:
+        return self._server.card()
+
+    async def snapshot(self) -> ReplicaSnapshot:
+        return await self._server.snapshot()
+
+    async def check_health(self) -> None:
+        self._server.check_health()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_server"):
+            await self._server.shutdown()
+
+
+class HandleBackend:
+    """The server deployment as an ingress sees it. Ray's errors become ours here."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._streams = handle.options(stream=True)
+
+    async def chat(self, call: ChatCall, call_id: str) -> Messages:
+        async with aclosing(self._relay(self._streams.chat.remote(call, call_id))) as messages:
+            async for message in messages:
+                yield message
+
+    async def completions(self, call: CompletionCall, call_id: str) -> Messages:
+        async with aclosing(self._relay(self._streams.completions.remote(call, call_id))) as messages:
+            async for message in messages:
+                yield message
+
+    async def card(self) -> ModelCard:
+        card: ModelCard = await _translated(self._handle.card.remote())
+        return card
+
+    async def snapshots(self) -> list[ReplicaSnapshot]:
+        snapshots: list[ReplicaSnapshot] = await _translated(
+            self._handle.broadcast("snapshot").results_async(timeout_s=CONTROL_TIMEOUT_S)
+        )
+        return snapshots
+
+    async def check_health(self) -> None:
+        await _translated(self._handle.check_health.remote())
+
+    async def _relay(self, response: DeploymentResponseGenerator[bytes | Reply]) -> Messages:
+        try:
+            async for message in response:
+                yield message
+        except _RAY_ERRORS as error:
+            raise _translate(error) from error
+        finally:
+            response.cancel()  # without effect on one that has ended
+
+
+_RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError)
+
+
+def _translate(error: Exception) -> CapacityError | EngineDeadError:
+    if isinstance(error, BackPressureError):
+        return CapacityError("the server is full: try again in a moment")
+    return EngineDeadError("the replica that served this request is gone: send it again")
+
+
+async def _translated(call: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(call, CONTROL_TIMEOUT_S)
+    except TimeoutError as error:
+        raise EngineDeadError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
+    except _RAY_ERRORS as error:
+        raise _translate(error) from error
+
+
+@serve.ingress()
+class IngressDeployment:
+    """The HTTP front as a deployment; the routes live in the application that `Ingress` builds."""
+
+    def __init__(self, server: DeploymentHandle, max_body_bytes: int) -> None:
+        self._ingress = Ingress(HandleBackend(server), version(), max_body_bytes)
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._ingress.build()
+
+
+def build(args: ServerConfig) -> Application:
+    """Return the Serve application; `serve run app.main:build` calls it with the YAML's `args`."""
+    server = serve.deployment(
+        LLMServerDeployment,
+        name="llm-server",
+        num_replicas=args.num_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        graceful_shutdown_timeout_s=args.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=1.0,
+        health_check_period_s=HEALTH_PERIOD_S,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        ray_actor_options={"num_cpus": 1, "num_gpus": args.num_gpus},
+    )
+    ingress = serve.deployment(
+        IngressDeployment,
+        name="ingress",
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        graceful_shutdown_timeout_s=args.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=1.0,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(server.bind(args), args.max_body_bytes)

@@ -1,0 +1,242 @@
+"""The catalogue of our metrics, and their Prometheus text.
+
+Counters come from the engine and end in `_total`, units are base units. Every sample carries `model` and
+`replica`. The PromQL beside a name is what it is for. Scraping and storing are left to Prometheus.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine import EngineFacts, EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ["model", "replica"]
+
+_Value = Callable[[EngineStats], float]
+_Values = Callable[[EngineStats], Sequence[tuple[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """One number of `EngineStats` under a name."""
+
+    name: str
+    text: str
+    value: _Value
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Several numbers of `EngineStats` under one name, told apart by `label`."""
+
+    name: str
+    text: str
+    label: str
+    values: _Values
+
+
+def _by_depth(stats: EngineStats) -> list[tuple[str, float]]:
+    return [(str(idx + 1), count) for idx, count in enumerate(stats.accepted_by_depth)]
+
+
+def _by_position(stats: EngineStats) -> list[tuple[str, float]]:
+    return [(str(idx), count) for idx, count in enumerate(stats.accepted_by_depth)]
+
+
+def _num_blocks(stats: EngineStats) -> int:
+    return stats.num_free_blocks + stats.num_held_blocks + stats.num_cached_blocks
+
+
+# In use: held blocks; cached ones are given back on demand.
+def _kv_usage(stats: EngineStats) -> float:
+    return stats.num_held_blocks / max(1, _num_blocks(stats))
+
+
+GAUGES: tuple[Plain | Labelled, ...] = (
+    Plain("eyas_requests_running", "sequences that own a slot", lambda s: s.num_running),
+    Plain("eyas_requests_waiting", "sequences in the queue", lambda s: s.num_waiting),
+    # sum by (replica) (eyas_kv_blocks) is constant: blocks are never lost
+    Labelled(
+        "eyas_kv_blocks",
+        "blocks of the KV cache by state",
+        "state",
+        lambda s: [
+            ("free", s.num_free_blocks),
+            ("held", s.num_held_blocks),
+            ("cached", s.num_cached_blocks),
+        ],
+    ),
+    Plain("vllm:num_requests_running", "alias of eyas_requests_running", lambda s: s.num_running),
+    Plain("vllm:num_requests_waiting", "alias of eyas_requests_waiting", lambda s: s.num_waiting),
+    Plain("vllm:kv_cache_usage_perc", "share of the KV blocks that sequences hold, 0 to 1", _kv_usage),
+)
+
+COUNTERS: tuple[Plain | Labelled, ...] = (
+    Plain("eyas_steps_total", "decode steps", lambda s: s.num_steps),
+    # rate(eyas_step_seconds_total[1m]) is the share of time the engine is busy
+    Plain("eyas_step_seconds_total", "seconds spent in steps", lambda s: s.step_seconds),
+    # rate(eyas_generation_tokens_total[1m]) / rate(eyas_verification_calls_total[1m]) is the acceptance
+    # length
+    Plain("eyas_verification_calls_total", "(sequence, verification) pairs", lambda s: s.num_calls),
+    Plain("eyas_generation_tokens_total", "tokens emitted", lambda s: s.num_output_tokens),
+    # rate(eyas_accepted_draft_tokens_total[1m]) / rate(eyas_draft_tokens_total[1m]) is the acceptance rate
+    Plain("eyas_draft_tokens_total", "draft tokens verified", lambda s: s.num_drafted),
+    Plain("eyas_accepted_draft_tokens_total", "draft tokens kept", lambda s: s.num_accepted),
+    Labelled("eyas_accepted_draft_tokens_by_depth_total", "draft tokens kept, by depth", "depth", _by_depth),
+    Labelled("eyas_steps_by_tree_total", "decode steps by topology", "tree", lambda s: s.steps_by_tree),
+    Plain("eyas_prompt_tokens_total", "prompt tokens", lambda s: s.num_prompt_tokens),
+    # rate(eyas_prefix_hit_tokens_total[5m]) / rate(eyas_prompt_tokens_total[5m]) is the prefix hit rate
+    Plain(
+        "eyas_prefix_hit_tokens_total", "prompt tokens in the prefix cache", lambda s: s.num_prefix_hit_tokens
+    ),
+    Plain(
+        "eyas_preemptions_total", "sequences that lost their blocks to others", lambda s: s.num_preemptions
+    ),
+    Labelled(
+        "eyas_sequences_total",
+        "sequences that ended, by outcome",
+        "outcome",
+        lambda s: [("finished", s.num_finished), ("aborted", s.num_aborted), ("failed", s.num_failed)],
+    ),
+    Plain("vllm:prompt_tokens_total", "alias of eyas_prompt_tokens_total", lambda s: s.num_prompt_tokens),
+    Plain(
+        "vllm:generation_tokens_total", "alias of eyas_generation_tokens_total", lambda s: s.num_output_tokens
+    ),
+    Plain(
+        "vllm:spec_decode_num_draft_tokens_total", "alias of eyas_draft_tokens_total", lambda s: s.num_drafted
+    ),
+    Plain(
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "alias of eyas_accepted_draft_tokens_total",
+        lambda s: s.num_accepted,
+    ),
+    Labelled(
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "alias of eyas_accepted_draft_tokens_by_depth_total; positions start at 0",
+        "position",
+        _by_position,
+    ),
+)
+
+# histogram_quantile(0.95, sum by (le) (rate(NAME_bucket[5m]))) is the 95th percentile
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "eyas_time_to_first_token_seconds": (
+        "from the call's arrival to its first text",
+        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    ),
+    "eyas_time_per_output_token_seconds": (
+        "mean time per token of a choice after its first step",
+        (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0),
+    ),
+    "eyas_call_duration_seconds": (
+        "from the call's arrival to its end",
+        (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """`counts[i]` observations were at most `bounds[i]` and above the bound before; the last is the rest."""
+
+    name: str
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """All that one server replica has to say to Prometheus."""
+
+    replica: str
+    version: str
+    model: str
+    facts: EngineFacts
+    stats: EngineStats
+    histograms: tuple[HistogramSnapshot, ...]
+
+
+class Histogram:
+    """Observations counted into the buckets of one name of `HISTOGRAMS`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bounds = HISTOGRAMS[name][1]
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(self._name, tuple(self._counts), self._total)
+
+
+class _Snapshots(Collector):
+    """Turns snapshots into metric families when they are written."""
+
+    def __init__(self, replicas: Sequence[ReplicaSnapshot]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._info()
+        for gauge in GAUGES:
+            yield self._fill(GaugeMetricFamily(gauge.name, gauge.text, labels=_labels(gauge)), gauge)
+        for counter in COUNTERS:
+            yield self._fill(
+                CounterMetricFamily(counter.name, counter.text, labels=_labels(counter)), counter
+            )
+        for name, (text, bounds) in HISTOGRAMS.items():
+            yield self._histogram(name, text, bounds)
+
+    def _fill(
+        self, family: GaugeMetricFamily | CounterMetricFamily, source: Plain | Labelled
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        for replica in self._replicas:
+            labels = [replica.model, replica.replica]
+            if isinstance(source, Plain):
+                family.add_metric(labels, source.value(replica.stats))
+            else:
+                for label, value in source.values(replica.stats):
+                    family.add_metric([*labels, label], value)
+        return family
+
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+        for replica in self._replicas:
+            for histogram in replica.histograms:
+                if histogram.name == name:
+                    buckets, num_below = [], 0
+                    for edge, count in zip(edges, histogram.counts, strict=True):
+                        num_below += count
+                        buckets.append((edge, float(num_below)))
+                    family.add_metric([replica.model, replica.replica], buckets, histogram.total)
+        return family
+
+    def _info(self) -> GaugeMetricFamily:
+        names = ["version", "model_digest", "draft_digest", "dtype", "device", "attention_backend"]
+        family = GaugeMetricFamily("eyas_engine_info", "what runs, always 1", labels=LABELS + names)
+        for replica in self._replicas:
+            facts = replica.facts
+            values = [replica.version, facts.model_digest, facts.draft_digest or ""]
+            values += [facts.dtype, facts.device, facts.attention_backend]
+            family.add_metric([replica.model, replica.replica, *values], 1)
+        return family
+
+
+def render(replicas: Sequence[ReplicaSnapshot]) -> bytes:
+    """Return the Prometheus text of all replicas."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshots(replicas))
+    return generate_latest(registry)
+
+
+def _labels(source: Plain | Labelled) -> list[str]:
+    return LABELS if isinstance(source, Plain) else [*LABELS, source.label]

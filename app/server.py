@@ -1,0 +1,178 @@
+"""The server of one replica: it owns text and one engine, and answers calls.
+
+HTTP is left to `ingress`, placing and scaling replicas to `main`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from app.call import CallOptions, ChatCall, CompletionCall, Prompt, Reply
+from app.chat import ChatTemplate
+from app.choices import plan_requests
+from app.config import ServerConfig
+from app.errors import UnknownModelError, event_for, reply_for
+from app.generation import ChoiceDelta, TokenEngine, run_choices
+from app.metrics import Histogram, ReplicaSnapshot
+from app.streaming import DONE, ChatForm, CompletionForm, Envelope, EventWriter, Form, Tally, whole_body
+from app.tokenizer import Tokenizer
+from app.version import version
+from engine import AsyncEngine, Request
+
+Tokenize = Callable[[], Awaitable[list[tuple[int, ...]]]]
+
+LONG_TEXT = 8192  # characters: tokenizing more than this would stall other streams, so a thread does it
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What /v1/models says of the served model."""
+
+    name: str
+    created: int
+    max_model_len: int
+
+
+class LLMServer:
+    """Answers calls with one engine. `chat` and `completions` yield one message per engine step.
+
+    The first message is either a `Reply`, which is the whole answer or an error, or the first events of a
+    stream; nothing but more events follows those. `max_num_waiting` is the engine's queue limit, which also
+    bounds the answers of one call.
+    """
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        name: str,
+        max_num_waiting: int,
+        replica: str = "local",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._template = template
+        self._name = name
+        self._max_requests = max_num_waiting
+        self._replica = replica
+        self._clock = clock
+        self._created = int(time.time())
+        self._version = version()
+        self._fingerprint = f"eyas-{self._version}-{engine.facts.model_digest[:8]}"
+        self._first_token = Histogram("eyas_time_to_first_token_seconds")
+        self._per_token = Histogram("eyas_time_per_output_token_seconds")
+        self._duration = Histogram("eyas_call_duration_seconds")
+
+    @staticmethod
+    async def start(config: ServerConfig, replica: str = "local") -> "LLMServer":
+        """Fetch the model where it is absent and start the engine. Raises `ModelLoadError`, `ConfigError`."""
+        engine_config = await asyncio.to_thread(config.engine_config)
+        tokenizer = Tokenizer(engine_config.model)
+        template = ChatTemplate(engine_config.model)
+        engine = await AsyncEngine.start(engine_config)
+        return LLMServer(engine, tokenizer, template, config.name, engine_config.max_num_waiting, replica)
+
+    def card(self) -> ModelCard:
+        return ModelCard(self._name, self._created, self._engine.facts.max_model_len)
+
+    def check_health(self) -> None:
+        """Raise `EngineDeadError` where the engine core is gone or stuck."""
+        self._engine.check_health()
+
+    async def snapshot(self) -> ReplicaSnapshot:
+        return ReplicaSnapshot(
+            replica=self._replica,
+            version=self._version,
+            model=self._name,
+            facts=self._engine.facts,
+            stats=await self._engine.stats(),
+            histograms=tuple(h.snapshot() for h in (self._first_token, self._per_token, self._duration)),
+        )
+
+    async def shutdown(self) -> None:
+        await self._engine.shutdown()
+
+    def chat(self, call: ChatCall, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+        async def tokenize() -> list[tuple[int, ...]]:
+            return [await self._encode(self._template.render(call.messages), add_special_tokens=False)]
+
+        return self._answer(ChatForm(), tokenize, call.options, call_id)
+
+    def completions(self, call: CompletionCall, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+        async def tokenize() -> list[tuple[int, ...]]:
+            return [await self._encode(prompt, add_special_tokens=True) for prompt in call.prompts]
+
+        return self._answer(CompletionForm(), tokenize, call.options, call_id)
+
+    async def _answer(
+        self, form: Form, tokenize: Tokenize, options: CallOptions, call_id: str
+    ) -> AsyncGenerator[bytes | Reply, None]:
+        """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
+        has_begun = False
+        try:
+            if options.model != self._name:
+                raise UnknownModelError(
+                    f"the model {options.model[:80]!r} does not exist here: this server has {self._name!r}",
+                    "model",
+                )
+            prompts = await tokenize()
+            requests = plan_requests(
+                call_id, prompts, options, self._engine.facts, form.prompt_field, self._max_requests
+            )
+            envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
+            tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
+            write = self._events if options.is_stream else self._whole
+            async with aclosing(write(requests, options, envelope, tally)) as messages:
+                async for message in messages:
+                    has_begun = True
+                    yield message
+        except Exception as error:  # the edge of a call: every error becomes an answer
+            yield event_for(error) + DONE if has_begun else reply_for(error)
+
+    async def _events(
+        self, requests: Sequence[Request], options: CallOptions, envelope: Envelope, tally: Tally
+    ) -> AsyncGenerator[bytes | Reply, None]:
+        writer = EventWriter(envelope, tally, options.includes_usage, options.has_continuous_usage)
+        async with aclosing(self._steps(requests, options)) as steps:
+            async for deltas in steps:
+                if events := writer.events(deltas):
+                    yield events
+        yield writer.closing()
+
+    async def _whole(
+        self, requests: Sequence[Request], options: CallOptions, envelope: Envelope, tally: Tally
+    ) -> AsyncGenerator[bytes | Reply, None]:
+        collected: list[ChoiceDelta] = []
+        async with aclosing(self._steps(requests, options)) as steps:
+            async for deltas in steps:
+                collected += deltas
+        yield Reply(200, whole_body(envelope, tally, collected))
+
+    async def _steps(
+        self, requests: Sequence[Request], options: CallOptions
+    ) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Yield the steps of a call and time them."""
+        start = self._clock()
+        first: dict[int, tuple[float, int]] = {}
+        async with aclosing(run_choices(self._engine, self._tokenizer, requests, options)) as steps:
+            async for deltas in steps:
+                now = self._clock()
+                if not first:
+                    self._first_token.observe(now - start)
+                for delta in deltas:
+                    first_time, num_first = first.setdefault(delta.index, (now, delta.num_tokens))
+                    if delta.end is not None and delta.num_tokens > num_first:
+                        self._per_token.observe((now - first_time) / (delta.num_tokens - num_first))
+                yield deltas
+        self._duration.observe(self._clock() - start)
+
+    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        if len(prompt) > LONG_TEXT:
+            return await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens)
+        return self._tokenizer.encode(prompt, add_special_tokens)

@@ -1,0 +1,176 @@
+"""The OpenAI answers: whole bodies, and server-sent events byte for byte.
+
+What the text is comes from `generation`; errors are worded in `errors`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.answer import AnswerEnd
+from app.generation import ChoiceDelta
+
+DONE = b"data: [DONE]\n\n"
+JSON = dict[str, object]
+
+
+class Form(Protocol):
+    """How chat and completions word the same content."""
+
+    prefix: str
+    prompt_field: str
+    whole_object: str
+    chunk_object: str
+
+    def opening(self) -> JSON | None: ...
+    def piece(self, index: int, text: str, end: AnswerEnd | None) -> JSON: ...
+    def whole(self, index: int, text: str, end: AnswerEnd) -> JSON: ...
+
+
+class ChatForm:
+    prefix = "chatcmpl"
+    prompt_field = "messages"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self) -> JSON | None:
+        return self._choice({"role": "assistant", "content": ""}, None)
+
+    def piece(self, index: int, text: str, end: AnswerEnd | None) -> JSON:
+        return {"index": index} | self._choice({"content": text} if text else {}, end)
+
+    def whole(self, index: int, text: str, end: AnswerEnd) -> JSON:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": end}
+
+    def _choice(self, delta: JSON, end: AnswerEnd | None) -> JSON:
+        return {"delta": delta, "logprobs": None, "finish_reason": end}
+
+
+class CompletionForm:
+    prefix = "cmpl"
+    prompt_field = "prompt"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def opening(self) -> JSON | None:
+        return None
+
+    def piece(self, index: int, text: str, end: AnswerEnd | None) -> JSON:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
+
+    def whole(self, index: int, text: str, end: AnswerEnd) -> JSON:
+        return self.piece(index, text, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is the same in every part of one answer."""
+
+    form: Form
+    call_id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def fields(self, object_name: str, choices: Sequence[JSON]) -> JSON:
+        return {
+            "id": f"{self.form.prefix}-{self.call_id}",
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+
+
+class Tally:
+    """Counts the tokens of a call as they come; a prompt counts once, however many choices it has."""
+
+    def __init__(self, num_prompt_tokens: int, num_choices: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_choices = num_choices
+        self._num_tokens: dict[int, int] = {}
+        self._num_cached: dict[int, int] = {}
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self._num_tokens[delta.index] = delta.num_tokens
+        if delta.index % self._num_choices == 0:
+            self._num_cached[delta.index] = delta.num_cached
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(self._num_tokens.values())
+
+    def usage(self) -> JSON:
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self._num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
+        }
+
+
+class EventWriter:
+    """Writes one streamed answer: opening, pieces, an ending per choice, usage where asked, `[DONE]`.
+
+    With `includes_usage` every event carries `usage`: null, or the count so far where it is continuous.
+    """
+
+    def __init__(self, envelope: Envelope, tally: Tally, includes_usage: bool, is_continuous: bool) -> None:
+        self._envelope = envelope
+        self._tally = tally
+        self._includes_usage = includes_usage
+        self._is_continuous = is_continuous
+        self._open: set[int] = set()
+
+    def events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """Return the events of one step; empty where its text is still held back."""
+        return b"".join(self._choice_events(delta) for delta in deltas)
+
+    def closing(self) -> bytes:
+        """Return the usage event where it was asked for, and `[DONE]`."""
+        usage = self._event([], self._tally.usage()) if self._includes_usage else b""
+        return usage + DONE
+
+    def _choice_events(self, delta: ChoiceDelta) -> bytes:
+        form = self._envelope.form
+        events = b""
+        if delta.index not in self._open:
+            self._open.add(delta.index)
+            if opening := form.opening():
+                events += self._event([{"index": delta.index} | opening], self._running_usage())
+        self._tally.add(delta)
+        if delta.text:
+            events += self._event([form.piece(delta.index, delta.text, None)], self._running_usage())
+        if delta.end is not None:
+            events += self._event([form.piece(delta.index, "", delta.end)], self._running_usage())
+        return events
+
+    def _running_usage(self) -> JSON | None:
+        return self._tally.usage() if self._is_continuous else None
+
+    def _event(self, choices: Sequence[JSON], usage: JSON | None) -> bytes:
+        body = self._envelope.fields(self._envelope.form.chunk_object, choices)
+        if self._includes_usage or self._is_continuous:
+            body["usage"] = usage
+        return b"data: " + dump(body) + b"\n\n"
+
+
+def whole_body(envelope: Envelope, tally: Tally, deltas: Sequence[ChoiceDelta]) -> bytes:
+    """Return the body of an answer that was not streamed, made of all its deltas."""
+    texts: dict[int, list[str]] = {}
+    ends: dict[int, AnswerEnd] = {}
+    for delta in deltas:
+        tally.add(delta)
+        texts.setdefault(delta.index, []).append(delta.text)
+        if delta.end is not None:
+            ends[delta.index] = delta.end
+    form = envelope.form
+    choices = [form.whole(index, "".join(texts[index]), ends[index]) for index in sorted(texts)]
+    return dump(envelope.fields(form.whole_object, choices) | {"usage": tally.usage()})
+
+
+def dump(body: JSON) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,34 @@
+"""A model's tokenizer: text to token ids and back.
+
+Chat templates are left to `chat`, growing answers to the engine's `IncrementalDetokenizer`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from engine import ModelLoadError
+
+
+class Tokenizer:
+    """The `tokenizer.json` of a model folder. Raises `ModelLoadError` where it is missing or corrupt."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelLoadError(f"a model folder needs a tokenizer.json, found none in {folder}")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelLoadError(f"cannot read {path}: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the token ids of `text`; special tokens written in it are read as such."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`. An id beyond the vocabulary (a padded row of the head) has no text."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

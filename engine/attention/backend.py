@@ -1,0 +1,43 @@
+"""The protocol of attention over a paged prefix and a suffix, and the layout that one call is given.
+
+The arithmetic is left to the backends: `reference` says what is right, every other must equal it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+# Takes q [B, N, Hq, D], k and v [B, S, Hkv, D], and one layer's k_pages and v_pages
+# [num_blocks, block_size, Hkv, D]; returns [B, N, Hq, D].
+AttendPages = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """Which keys each of N query nodes of B rows may read; the same for every layer of a pass.
+
+    block_tables: [B, P] int64, the pages of each row's prefix in order; P may be 0. A node reads the prefix
+    positions [prefix_start, prefix_end), both [B, N] int64 (a window per node, empty where they meet), and
+    the suffix keys of suffix_mask: [B, N, S] bool. Every node reads at least one suffix key (itself), so no
+    softmax is empty.
+    """
+
+    block_tables: Tensor
+    prefix_start: Tensor
+    prefix_end: Tensor
+    suffix_mask: Tensor
+
+
+class AttentionBackend(Protocol):
+    """Attention with scores scaled by 1 / sqrt(D), grouped queries, and a softmax over prefix and suffix
+    together.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
+        """Prepare whatever the layers of one pass share, and return the function that each layer calls."""
+        ...

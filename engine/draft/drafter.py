@@ -1,0 +1,264 @@
+"""Drafting a tree: bring the draft's cache up to the root, then expand level by level.
+
+What the rows are and when to draft is left to the runner; judging the drafts to `sampling/verify`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend, AttentionLayout
+from engine.config import DraftMode
+from engine.draft.head import DraftHead
+from engine.kvcache.kv_pool import KVPool, slots_of
+from engine.kvcache.tree_scratch import TreeScratch
+from engine.sampling.sampler import sample_children
+from engine.speculation import DraftOutput, TreeTensors
+
+
+@dataclass(frozen=True, slots=True)
+class AlignWindow:
+    """The last A positions of each row up to its root, of which the pending ones lack draft K/V.
+
+    positions: [B, A] int64, the root last; is_pending: [B, A] bool, always True at the root. token_ids: [B,
+    A] int64; features: [B, A, F], the target's taps of the position before. The cached window is
+    [prefix_start, prefix_end), both [B] int64, where prefix_end is the first pending position. block_tables:
+    [B, P] int64 reach past the root.
+    """
+
+    positions: Tensor
+    is_pending: Tensor
+    token_ids: Tensor
+    features: Tensor
+    prefix_start: Tensor
+    prefix_end: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNoise:
+    """What sampled drafting needs of each row: seed [B] int64 and temperature [B] float32."""
+
+    seed: Tensor
+    temperature: Tensor
+
+
+class TreeDrafter(Protocol):
+    """Whatever can propose the tokens of a tree. Its proposals change the speed of a step, never its
+    output.
+    """
+
+    def fill(
+        self, token_ids: Tensor, features: Tensor, start: int, draft_start: Tensor, block_table: Tensor
+    ) -> None:
+        """Take note of T prompt tokens [T] at positions from `start`, each with the features [T, F] of the
+        token before it; draft_start: [1] int64, the first position with draft K/V; block_table: [1, P] int64.
+        """
+
+    def draft(
+        self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
+    ) -> DraftOutput:
+        """Fill the tree of each row."""
+
+
+class Drafter:
+    """A draft head with its own pages and scratch.
+
+    Pages hold pairs made of the target's true features only, one per committed token: nodes of a tree live in
+    the scratch and are dropped, so a rejected draft can leave no ghost and an accepted one no drifted
+    feature.
+    """
+
+    def __init__(
+        self, head: DraftHead, pool: KVPool, scratch: TreeScratch, backend: AttentionBackend, block_size: int
+    ) -> None:
+        self.head = head
+        self.pool = pool
+        self.scratch = scratch
+        self.backend = backend
+        self.block_size = block_size
+
+    def fill(
+        self, token_ids: Tensor, features: Tensor, start: int, draft_start: Tensor, block_table: Tensor
+    ) -> None:
+        """Cache T pairs of one prompt at positions start..start + T - 1, of which the earlier ones are
+        cached.
+
+        token_ids: [T] int64; features: [T, F] of the position before each token; draft_start: [1] int64, the
+        first position with draft K/V; block_table: [1, P] int64.
+        """
+        num_tokens = token_ids.shape[0]
+        positions = torch.arange(start, start + num_tokens, device=token_ids.device)[None]
+        window = AlignWindow(
+            positions=positions,
+            is_pending=torch.ones_like(positions, dtype=torch.bool),
+            token_ids=token_ids[None],
+            features=features[None],
+            prefix_start=draft_start,
+            prefix_end=positions[:, 0],
+            block_tables=block_table,
+        )
+        self._align(window)
+
+    def draft(
+        self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
+    ) -> DraftOutput:
+        """Fill the tree of each row: `mode` "greedy" takes the best children, "sampled" draws without
+        replacement.
+        """
+        feature, hidden = self._align(window)
+        expansion = _Expansion(self, window, tree, mode, noise, vocab_size)
+        root = torch.zeros_like(window.positions[:, -1:])
+        expansion.set_children(root, feature[:, -1:], hidden[:, -1:], 0)
+        for depth, nodes in enumerate(tree.level_nodes, start=1):
+            expansion.take(nodes)
+            if depth < tree.depth:
+                expansion.run(nodes, depth)
+        return expansion.output()
+
+    def _align(self, window: AlignWindow) -> tuple[Tensor, Tensor]:
+        """Run the window's pairs and store the pending ones; return (feature [B, A, H], hidden [B, A, H])."""
+        num_rows, width = window.positions.shape
+        earlier = torch.ones(width, width, dtype=torch.bool, device=window.positions.device).tril()
+        itself = torch.eye(width, dtype=torch.bool, device=window.positions.device)
+        layout = AttentionLayout(
+            block_tables=window.block_tables,
+            prefix_start=window.prefix_start[:, None].expand(num_rows, width),
+            prefix_end=window.prefix_end[:, None].expand(num_rows, width),
+            suffix_mask=(earlier & window.is_pending[:, None, :]) | itself,
+        )
+        attend_pages = self.backend.bind(layout, self.block_size)
+        slots = slots_of(window.block_tables, window.positions, window.is_pending, self.block_size).flatten()
+
+        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.pool.store(layer_idx, slots, k, v)
+            q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
+            return attend_pages(q, k, v, self.pool.k[layer_idx], self.pool.v[layer_idx]).flatten(0, 1)
+
+        fused = self.head.fuse(window.features.flatten(0, 1))
+        positions = window.positions.clamp(min=0).flatten()
+        feature, hidden = self.head(window.token_ids.flatten(), fused, positions, attend)
+        return feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1)
+
+
+class _Expansion:
+    """One tree per row while it grows. Tables have N + 1 columns: padding nodes are column N, which nobody
+    reads.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        window: AlignWindow,
+        tree: TreeTensors,
+        mode: DraftMode,
+        noise: DraftNoise,
+        vocab_size: int,
+    ) -> None:
+        self._drafter = drafter
+        self._window = window
+        self._tree = tree
+        self._noise = noise
+        num_rows, num_nodes = tree.parents.shape
+        device = tree.parents.device
+        self._rows = torch.arange(num_rows, device=device)[:, None]
+        self._parents = _pad_column(tree.parents)
+        self._ranks = _pad_column(tree.ranks)
+        self._mask = _suffix_mask(tree)
+        self._tokens = torch.full((num_rows, num_nodes + 1), -1, dtype=torch.int64, device=device)
+        self._tokens[:, 0] = window.token_ids[:, -1]
+        self._children = torch.zeros(
+            num_rows, num_nodes + 1, tree.max_rank + 1, dtype=torch.int64, device=device
+        )
+        hidden_size, dtype = drafter.head.config.hidden_size, drafter.head.fc.weight.dtype
+        self._features = torch.zeros(num_rows, num_nodes + 1, hidden_size, dtype=dtype, device=device)
+        self._probs: Tensor | None = None
+        if mode == "sampled":
+            self._probs = torch.zeros(num_rows, num_nodes + 1, vocab_size, device=device)
+
+    def set_children(self, nodes: Tensor, feature: Tensor, hidden: Tensor, depth: int) -> None:
+        """Choose the children of nodes [B, W] at `depth` from the head's output [B, W, H]."""
+        head, count = self._drafter.head, self._children.shape[2]
+        # Flat, since a batched product of strided rows copies the weight.
+        logits = head.logits(hidden.flatten(0, 1)).float().view(*nodes.shape, -1)
+        if self._probs is None:
+            draft_ids = logits.topk(count, dim=-1).indices
+        else:
+            draft_ids = self._sample(nodes, logits, depth)
+        self._children[self._rows, nodes] = head.target_ids[draft_ids]
+        self._features[self._rows, nodes] = feature
+
+    def take(self, nodes: Tensor) -> None:
+        """Set the tokens of nodes [B, W] from what their parents chose."""
+        parents, ranks = self._parents.gather(1, nodes), self._ranks.gather(1, nodes)
+        self._tokens.scatter_(1, nodes, self._children[self._rows, parents, ranks])
+
+    def run(self, nodes: Tensor, depth: int) -> None:
+        """Run the head on nodes [B, W] of one level and choose their children."""
+        window, drafter = self._window, self._drafter
+        num_rows, width = nodes.shape
+        root_position = window.positions[:, -1:]
+        layout = AttentionLayout(
+            block_tables=window.block_tables,
+            prefix_start=window.prefix_start[:, None].expand(num_rows, width),
+            prefix_end=(root_position + 1).expand(num_rows, width),
+            suffix_mask=self._mask[self._rows, nodes],
+        )
+        attend_pages = drafter.backend.bind(layout, drafter.block_size)
+
+        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
+            stored_k, stored_v = drafter.scratch.store_nodes(layer_idx, nodes, k, v)
+            num_keys = self._mask.shape[2]
+            pages = drafter.pool.k[layer_idx], drafter.pool.v[layer_idx]
+            return attend_pages(q, stored_k[:, :num_keys], stored_v[:, :num_keys], *pages).flatten(0, 1)
+
+        features = self._features[self._rows, self._parents.gather(1, nodes)].flatten(0, 1)
+        token_ids = self._tokens.gather(1, nodes).flatten()
+        positions = (root_position + depth).expand(num_rows, width).flatten()
+        feature, hidden = drafter.head(token_ids, features, positions, attend)
+        self.set_children(nodes, feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1), depth)
+
+    def output(self) -> DraftOutput:
+        """Return the finished trees, padding column dropped."""
+        num_nodes = self._tree.num_nodes
+        probs = None if self._probs is None else self._probs[:, :num_nodes]
+        return DraftOutput(self._tokens[:, :num_nodes], probs)
+
+    def _sample(self, nodes: Tensor, logits: Tensor, depth: int) -> Tensor:
+        """Draw children without replacement from q = softmax(logits / T) and keep q; return draft ids [B, W,
+        K].
+        """
+        assert self._probs is not None
+        temperature = self._noise.temperature.clamp(min=1e-2)[:, None, None]
+        log_q = (logits / temperature).log_softmax(-1)
+        width = nodes.shape[1]
+        # Nodes of one depth share their noise: only one of them can be on the accepted path.
+        draft_ids = sample_children(
+            log_q.flatten(0, 1),
+            self._children.shape[2],
+            self._noise.seed.repeat_interleave(width),
+            (self._window.positions[:, -1] + depth + 1).repeat_interleave(width),
+        ).view(*nodes.shape, -1)
+        full = torch.zeros(*nodes.shape, self._probs.shape[2], device=logits.device)
+        full[..., self._drafter.head.target_ids] = log_q.exp()
+        self._probs[self._rows, nodes] = full
+        return draft_ids
+
+
+def _pad_column(table: Tensor) -> Tensor:
+    """Return table [B, N] with a zero column for padding nodes."""
+    return F.pad(table, (0, 1))
+
+
+def _suffix_mask(tree: TreeTensors) -> Tensor:
+    """Return [B, N + 1, N + 1] bool over the scratch: ancestors but the root, which is in the pages
+    already.
+    """
+    mask = F.pad(tree.ancestor_mask(), (0, 1, 0, 1))
+    mask[:, :, 0] = False
+    mask[:, -1, -1] = True
+    return mask

@@ -1,0 +1,54 @@
+"""The paged K/V tensors of one network. Which block holds what is left to `kv_cache`."""
+
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """K and V of every layer in blocks of `block_size` positions, [L, num_blocks, block_size, Hkv, D].
+
+    Block 0 is the dummy: writes of padding land there. Only finite values are ever stored, since a masked
+    position of a reused block still enters a matrix product, where zero times NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k, v [T, Hkv, D] of one layer at slots [T] int64 (block * block_size + offset)."""
+        self.k[layer_idx].view(-1, *k.shape[1:]).index_copy_(0, slots, k.nan_to_num(0.0))
+        self.v[layer_idx].view(-1, *v.shape[1:]).index_copy_(0, slots, v.nan_to_num(0.0))
+
+    def commit(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k, v [L, T, Hkv, D] of all layers at slots [T]; they come from a scratch and are finite
+        already.
+        """
+        self.k.flatten(1, 2).index_copy_(1, slots, k)
+        self.v.flatten(1, 2).index_copy_(1, slots, v)
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Return the memory that one block takes, K and V of all layers."""
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def slots_of(block_tables: Tensor, positions: Tensor, is_valid: Tensor, block_size: int) -> Tensor:
+    """Return the pool slots [B, T] of positions [B, T] under block_tables [B, P]; invalid ones go to the
+    dummy block.
+    """
+    blocks = block_tables.gather(1, (positions // block_size).clamp(0, block_tables.shape[1] - 1))
+    slots = blocks * block_size + positions % block_size
+    return torch.where(is_valid, slots, 0)

@@ -1,0 +1,207 @@
+"""Device state of the running sequences, one row per slot, written by patches before a step and by commits
+after it.
+
+It is why the host can be a step late: lengths, last tokens and features never leave the device. Slot 0 is the
+dummy.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.batch import DUMMY_SLOT, Admission, BlockGrowth
+from engine.draft.drafter import AlignWindow
+from engine.request import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, SamplingParams
+from engine.speculation import SamplingTensors, Verification
+
+
+class SlotState:
+    """S = max_num_seqs + 1 rows of state.
+
+    seq_len: [S] int64 counts cached target tokens, so it is the position of the root; root_token: [S] int64.
+    Draft K/V is valid for positions [draft_start, draft_len). features: [S, W + 1, F] and tokens: [S, W + 1]
+    are rings over the last W positions, indexed by position modulo W; column W takes the writes of padding.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        table_width: int,
+        window: int,
+        feature_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+        self.window = window
+        self.device = device
+        self.seq_len, self.root_token, self.draft_len, self.draft_start = zeros(), zeros(), zeros(), zeros()
+        self.block_tables = zeros(table_width)
+        self.features = zeros(window + 1, feature_size, dtype=dtype)
+        self.tokens = zeros(window + 1)
+        self.is_finite = zeros(dtype=torch.bool)
+        self._seed, self._stop_from, self._top_k = zeros(), zeros(), zeros()
+        # temperature, top_p, min_p, repetition, presence and frequency penalty, side by side: one gather
+        # reads all.
+        self._numbers = zeros(6, dtype=torch.float32)
+        self._bias_token_ids = zeros(MAX_LOGIT_BIASES)
+        self._bias_values = zeros(MAX_LOGIT_BIASES, dtype=torch.float32)
+        self._stop_token_ids = zeros(MAX_STOP_TOKENS)
+        self._prompt_mask = zeros(vocab_size, dtype=torch.bool)
+        self._output_counts = zeros(vocab_size, dtype=torch.int32)
+
+    def admit(self, admission: Admission, eos_token_ids: tuple[int, ...]) -> None:
+        """Set every row of a slot for a sequence that takes it."""
+        slot, params = admission.slot, admission.sampling
+        root_position = len(admission.tokens) - 1
+        self.seq_len[slot] = root_position
+        self.root_token[slot] = admission.tokens[-1]
+        self.draft_len[slot] = root_position
+        self.draft_start[slot] = admission.draft_start
+        self.block_tables[slot] = 0
+        self.features[slot] = 0
+        self.is_finite[slot] = True
+        self._seed[slot] = admission.seed
+        self._top_k[slot] = params.top_k or self._output_counts.shape[1]
+        self._numbers[slot] = self._row(
+            [
+                params.temperature,
+                params.top_p,
+                params.min_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            ],
+            torch.float32,
+        )
+        self._admit_vocabulary(admission, eos_token_ids)
+
+    def _admit_vocabulary(self, admission: Admission, eos_token_ids: tuple[int, ...]) -> None:
+        slot, params = admission.slot, admission.sampling
+        if params.logit_bias:
+            self._bias_token_ids[slot] = 0
+            self._bias_values[slot] = 0.0
+            num_biases = len(params.logit_bias)
+            self._bias_token_ids[slot, :num_biases] = self._row(
+                [b[0] for b in params.logit_bias], torch.int64
+            )
+            self._bias_values[slot, :num_biases] = self._row([b[1] for b in params.logit_bias], torch.float32)
+        if params.is_penalized:
+            tokens = self._row(list(admission.tokens), torch.int64)
+            self._prompt_mask[slot] = False
+            self._prompt_mask[slot, tokens[: admission.num_prompt]] = True
+            vocab_size = self._output_counts.shape[1]
+            self._output_counts[slot] = torch.bincount(tokens[admission.num_prompt :], minlength=vocab_size)
+        if params.min_tokens:
+            stops = list(
+                dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+            )
+            self._stop_token_ids[slot] = -1
+            self._stop_token_ids[slot, : len(stops)] = self._row(stops, torch.int64)
+        # 0 when there is no minimum: no position is before it, and the ids are not read.
+        self._stop_from[slot] = admission.num_prompt + params.min_tokens if params.min_tokens else 0
+
+    def grow(self, growth: BlockGrowth) -> None:
+        """Append blocks to the table of a slot."""
+        end = growth.start_idx + len(growth.block_ids)
+        self.block_tables[growth.slot, growth.start_idx : end] = self._row(
+            list(growth.block_ids), torch.int64
+        )
+
+    def note_prefill(
+        self, slot: int, start: int, token_ids: Tensor, features: Tensor, hidden: Tensor
+    ) -> None:
+        """Keep the last W features and tokens of a chunk [T] at positions from `start`, and whether it was
+        finite.
+        """
+        kept = min(self.window, token_ids.shape[0])
+        end = start + token_ids.shape[0]
+        columns = torch.arange(end - kept, end, device=self.device) % self.window
+        self.features[slot, columns] = features[-kept:]
+        self.tokens[slot, columns] = token_ids[-kept:]
+        self.is_finite[slot] &= hidden.isfinite().all()
+
+    def align_window(self, slots: Tensor, width: int, block_tables: Tensor) -> AlignWindow:
+        """Return the last `width` positions of rows `slots` [B], and count them as cached in the draft from
+        now on.
+        """
+        root = self.seq_len[slots]
+        draft_len, draft_start = self.draft_len[slots], self.draft_start[slots]
+        first = torch.maximum(draft_len, root + 1 - width).minimum(root)
+        # Positions between draft_len and first have no draft K/V and never will: the window starts after that
+        # hole.
+        start = torch.where(first > draft_len, first, draft_start)
+        positions = root[:, None] + torch.arange(1 - width, 1, device=self.device)
+        rows = slots[:, None]
+        self.draft_len[slots] = root + 1
+        self.draft_start[slots] = start
+        return AlignWindow(
+            positions=positions,
+            is_pending=positions >= first[:, None],
+            token_ids=torch.cat(
+                (self.tokens[rows, positions[:, :-1] % self.window], self.root_token[rows]), dim=1
+            ),
+            features=self.features[rows, (positions - 1) % self.window],
+            prefix_start=start,
+            prefix_end=first,
+            block_tables=block_tables,
+        )
+
+    def commit(
+        self, slots: Tensor, verification: Verification, path_features: Tensor, is_penalized: bool
+    ) -> None:
+        """Advance rows `slots` [B] by what was emitted; path_features: [B, D + 1, F] along the accepted
+        path.
+        """
+        num_accepted = verification.num_accepted[:, None]
+        step = torch.arange(verification.path.shape[1], device=self.device)
+        is_kept = step <= num_accepted
+        positions = self.seq_len[slots][:, None] + step
+        rows = slots[:, None]
+        token_ids = verification.token_ids.clamp(min=0)
+        columns = torch.where(is_kept, positions % self.window, self.window)
+        self.features[rows, columns] = path_features
+        self.tokens[rows, columns] = torch.cat((self.root_token[rows], token_ids[:, :-1]), dim=1)
+        self.seq_len[slots] += verification.num_accepted + 1
+        self.root_token[slots] = verification.next_token
+        self.seq_len[DUMMY_SLOT] = 0
+        if is_penalized:
+            counts = is_kept.to(torch.int32)
+            self._output_counts.index_put_((rows.expand_as(token_ids), token_ids), counts, accumulate=True)
+
+    def sampling(self, slots: Tensor, params: list[SamplingParams]) -> SamplingTensors:
+        """Gather how rows `slots` [B] draw; `params` are the same rows on the host, from which the flags
+        follow.
+        """
+        is_penalized = any(p.is_penalized for p in params)
+        is_biased = any(p.logit_bias for p in params)
+        has_min_tokens = any(p.min_tokens for p in params)
+        nothing = slots[:, None][:, :0]
+        numbers = self._numbers[slots]
+        return SamplingTensors(
+            temperature=numbers[:, 0],
+            top_k=self._top_k[slots],
+            top_p=numbers[:, 1],
+            min_p=numbers[:, 2],
+            repetition_penalty=numbers[:, 3],
+            presence_penalty=numbers[:, 4],
+            frequency_penalty=numbers[:, 5],
+            seed=self._seed[slots],
+            bias_token_ids=self._bias_token_ids[slots] if is_biased else nothing,
+            bias_values=self._bias_values[slots] if is_biased else nothing.float(),
+            prompt_mask=self._prompt_mask[slots] if is_penalized else nothing.bool(),
+            output_counts=self._output_counts[slots] if is_penalized else nothing.int(),
+            stop_token_ids=self._stop_token_ids[slots] if has_min_tokens else nothing,
+            stop_from=self._stop_from[slots],
+            is_sampled=any(not p.is_greedy for p in params),
+            is_truncated=any(p.is_truncated and not p.is_greedy for p in params),
+            is_penalized=is_penalized,
+            is_biased=is_biased,
+            has_min_tokens=has_min_tokens,
+        )
+
+    def _row(self, values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

@@ -1,0 +1,357 @@
+"""Which sequences run in a step, and what a collected step does to them.
+
+It touches no tensor, reads no clock and does no I/O; the tree of a step is left to the dispatcher.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from engine.batch import Load, RowResult, SequenceDelta, StepPlan, StepResult
+from engine.errors import CapacityError, ConfigError, RequestError
+from engine.kvcache.kv_cache import KVCache
+from engine.request import FinishReason, Sequence, SequenceStatus
+from engine.scheduler.progress import Progress
+from engine.scheduler.queue import WaitingQueue
+from engine.scheduler.step import Flight, FlightChunk, FlightRow, StepBuilder
+from engine.scheduler.stopping import StopRule
+from engine.tree.library import TreeLibrary
+from engine.tree.topology import TreeTopology
+
+MIN_PREFILL = 2  # tokens that let a prefill go on: one position, and the root of the decode that may follow
+PREFILL_SHARE = 4  # trees leave one part in four of the budget to prefills that want it
+WATERMARK_SHARE = 100  # an admission leaves one block in a hundred to the growth of running sequences
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of a scheduler. `draft_window` is how many positions one step can back-fill in the draft's
+    K/V (`SpeculationConfig.feature_window`).
+    """
+
+    max_num_seqs: int
+    max_num_waiting: int
+    max_batched_tokens: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    draft_window: int
+
+    def __post_init__(self) -> None:
+        if self.max_batched_tokens <= self.max_num_seqs:
+            raise ConfigError(
+                f"max_batched_tokens must exceed max_num_seqs ({self.max_num_seqs}), so that every row can"
+                f" decode and a prompt go on in one step; found {self.max_batched_tokens}"
+            )
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, preemption by recompute, and a host one step late.
+
+    `schedule` plans step n + 1 before `commit` brings the result of step n, so every bound it uses adds what
+    the step in flight may have emitted. It owns a sequence from `add` to its end. Device work is stream
+    ordered: blocks and slots are given back at once, since whatever their next owner writes comes after.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCache, library: TreeLibrary) -> None:
+        self._config = config
+        self._kv_cache = kv_cache
+        self._library = library
+        self._root_only = library.get("off")
+        self._watermark = max(1, kv_cache.pool.capacity // WATERMARK_SHARE)
+        self._live: dict[str, Progress] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Progress] = []  # by sort key: the last one is the next victim
+        self._free_slots = list(range(1, config.max_num_seqs + 1))  # a heap, so that slots in use stay low
+        self._flights: deque[Flight] = deque()
+        self._next_step_idx = 0
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence is unfinished or a step is not committed."""
+        return bool(self._live or self._flights)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned but not committed."""
+        return len(self._flights)
+
+    def load(self) -> Load:
+        return Load(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_blocks=self._kv_cache.pool.num_available,
+            num_cached_tokens=sum(progress.sequence.num_cached for progress in self._running),
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. Raises `RequestError` for one that could never run to its end and
+        `CapacityError` when the queue is full.
+        """
+        request = sequence.request
+        if request.request_id in self._live:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use: ids must be unique", "request_id"
+            )
+        config = self._config
+        rule = StopRule.build(
+            request.sampling, sequence.num_prompt, config.eos_token_ids, config.max_model_len
+        )
+        self._check_fit(sequence, rule)
+        topology = self._resolve(request.sampling.speculation)
+        if len(self._waiting) >= config.max_num_waiting:
+            raise CapacityError(f"{len(self._waiting)} requests are waiting already: try again later")
+        self._live[request.request_id] = Progress(sequence, rule, topology)
+        self._waiting.push(sequence)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a sequence now, whatever it is doing; None where it is unknown or has ended already. Results of
+        a step in flight are dropped.
+        """
+        progress = self._live.get(request_id)
+        if progress is None:
+            return None
+        self._finish(progress, FinishReason.ABORT)
+        return progress.sequence
+
+    def forget_draft(self) -> None:
+        """Drop all that depends on the draft's weights, which are about to change: the whole prefix index and
+        every claim of a running sequence to valid draft K/V.
+        """
+        self._kv_cache.pool.clear_index()
+        for progress in self._running:
+            progress.invalidate_draft()
+
+    def schedule(self, topology: TreeTopology) -> StepPlan | None:
+        """Plan the next step; rows without a tree of their own use `topology`. None where nothing can run
+        before a step in flight is committed, or at all.
+
+        Decode rows come first, then prompts under way, then admissions, each in order of priority and
+        arrival. Short of budget or blocks a row decodes plainly; short of blocks even so, worse rows are
+        preempted; with none left to preempt it waits for a coming step.
+        """
+        assert len(self._flights) <= 1, "the host may be one step late, not two"
+        step = StepBuilder(self._next_step_idx, self._config.max_batched_tokens)
+        has_room = self._plan_decodes(step, topology)
+        for progress in self._running:
+            if progress.is_prefilling:
+                self._prefill(step, progress, topology)
+        if has_room:
+            self._plan_admissions(step, topology)
+        if step.is_empty:
+            return None
+        self._next_step_idx += 1
+        self._flights.append(step.flight())
+        return step.plan()
+
+    def commit(self, result: StepResult) -> tuple[SequenceDelta, ...]:
+        """Apply the result of the oldest step in flight; return what its sequences gained, in row order.
+
+        Rows of sequences that have ended meanwhile are dropped. Rows of sequences preempted meanwhile count.
+        """
+        flight = self._flights.popleft()
+        assert flight.step_idx == result.step_idx, (flight.step_idx, result.step_idx)
+        for chunk in flight.chunks:
+            self._commit_chunk(chunk)
+        deltas = [self._commit_row(*pair) for pair in zip(flight.rows, result.rows, strict=True)]
+        return tuple(delta for delta in deltas if delta is not None)
+
+    def _check_fit(self, sequence: Sequence, rule: StopRule) -> None:
+        """Refuse what even an empty engine could not finish: progress of the best row relies on it."""
+        if rule.max_output < 1:
+            raise RequestError(
+                f"the prompt has {sequence.num_prompt} tokens, but the model's length of"
+                f" {self._config.max_model_len} must leave room for one more: shorten it",
+                "prompt",
+            )
+        num_tokens = sequence.num_prompt + rule.max_output - 1  # the last token is never cached
+        num_blocks = self._kv_cache.num_blocks_for(num_tokens)
+        if num_blocks > self._kv_cache.pool.capacity:
+            raise RequestError(
+                f"prompt and max_tokens need {num_blocks} cache blocks, but the engine has"
+                f" {self._kv_cache.pool.capacity}: lower max_tokens or shorten the prompt",
+                "max_tokens",
+            )
+
+    def _resolve(self, speculation: str) -> TreeTopology | None:
+        if speculation == "auto":
+            return None
+        try:
+            return self._library.get(speculation)
+        except ConfigError as error:
+            raise RequestError(str(error), "speculation") from error
+
+    def _plan_decodes(self, step: StepBuilder, topology: TreeTopology) -> bool:
+        """Plan every decode row; return whether all found blocks without preempting another."""
+        rows = [
+            progress for progress in self._running if not progress.is_prefilling and not progress.is_ending
+        ]
+        wants_prefill = any(progress.is_prefilling for progress in self._running) or (
+            len(self._waiting) > 0 and len(self._free_slots) > 0
+        )
+        reserve = max(MIN_PREFILL, self._config.max_batched_tokens // PREFILL_SHARE) if wants_prefill else 0
+        has_room = True
+        for idx, progress in enumerate(rows):
+            if progress.sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted for a better row of this step
+            num_behind = len(rows) - idx - 1  # each of them needs its root
+            tree = progress.topology or topology
+            if tree.num_nodes > step.num_left - num_behind - reserve:
+                tree = self._root_only
+            fitting = self._grow(step, progress, tree)
+            while fitting is None and self._running[-1] is not progress:
+                has_room = False
+                self._preempt(self._running[-1])
+                fitting = self._grow(step, progress, tree)
+            if fitting is None:
+                has_room = False
+            else:
+                step.decode(progress, fitting)
+        return has_room
+
+    def _grow(self, step: StepBuilder, progress: Progress, topology: TreeTopology) -> TreeTopology | None:
+        """Reserve blocks for one more decode step and return its topology: the one asked for, else plain
+        decoding, else None.
+        """
+        for candidate in (topology, self._root_only):
+            num_tokens = progress.num_needed(candidate)
+            assert num_tokens <= self._config.max_model_len + 2 * (self._library.max_depth + 1), num_tokens
+            new_ids = self._kv_cache.reserve(progress.sequence, num_tokens)
+            if new_ids is not None:
+                step.grow(progress.sequence, new_ids)
+                return candidate
+        return None
+
+    def _prefill(self, step: StepBuilder, progress: Progress, topology: TreeTopology) -> None:
+        """Run as much of a prompt as the budget holds; with its last position the row decodes as well."""
+        num_remaining = progress.prefill_end - progress.num_prefilled
+        num_tokens = min(num_remaining, step.num_left)
+        if num_tokens == num_remaining == step.num_left:
+            num_tokens -= 1  # keep room for the root
+        if num_tokens > 0:
+            step.prefill(progress, num_tokens)
+        if progress.is_prefilling:
+            return
+        tree = progress.topology or topology
+        fitting = self._grow(step, progress, tree if tree.num_nodes <= step.num_left else self._root_only)
+        assert fitting is not None, "an admission holds the blocks of its first plain decode"
+        step.decode(progress, fitting)
+
+    def _plan_admissions(self, step: StepBuilder, topology: TreeTopology) -> None:
+        while len(self._waiting) and self._free_slots and step.num_left >= MIN_PREFILL:
+            sequence = self._waiting.peek()
+            progress = self._live[sequence.request.request_id]
+            if progress.num_in_flight:
+                return  # preempted: what it emitted last is not known yet
+            num_spare = self._watermark if self._running else 0
+            hit = self._kv_cache.admit(sequence, len(sequence.tokens), num_spare)
+            if hit is None:
+                return
+            self._waiting.remove(sequence)
+            sequence.slot = heappop(self._free_slots)
+            sequence.status = SequenceStatus.RUNNING
+            sequence.num_cached = len(hit.block_ids) * self._kv_cache.pool.block_size
+            if sequence.num_preemptions == 0:
+                sequence.num_prefix_hits = sequence.num_cached
+            progress.start(sequence.num_cached, hit.draft_start)
+            insort(self._running, progress, key=_sort_key)
+            step.admit(sequence, hit.draft_start)
+            self._prefill(step, progress, topology)
+
+    def _preempt(self, progress: Progress) -> None:
+        """Take a row's blocks and slot; it will be recomputed from its known tokens. Its step in flight still
+        counts.
+        """
+        sequence = progress.sequence
+        self._leave(progress)
+        self._kv_cache.release(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_cached = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push(sequence)
+
+    def _leave(self, progress: Progress) -> None:
+        """Take a row out of the batch."""
+        self._running.remove(progress)
+        heappush(self._free_slots, progress.sequence.slot)
+        progress.sequence.slot = -1
+
+    def _finish(self, progress: Progress, reason: FinishReason) -> None:
+        """End a sequence and give back all it holds."""
+        sequence = progress.sequence
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave(progress)
+        else:
+            self._waiting.remove(sequence)
+        if reason is FinishReason.ERROR:
+            self._kv_cache.discard(sequence)
+        else:
+            self._kv_cache.release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        del self._live[sequence.request.request_id]
+
+    def _commit_chunk(self, chunk: FlightChunk) -> None:
+        progress = chunk.progress
+        progress.num_in_flight -= 1
+        if progress.sequence.status is SequenceStatus.RUNNING:
+            progress.sequence.num_cached = chunk.end
+            progress.extend_draft(chunk.end)
+            self._publish(progress)
+
+    def _commit_row(self, row: FlightRow, result: RowResult) -> SequenceDelta | None:
+        progress, sequence = row.progress, row.progress.sequence
+        progress.num_in_flight -= 1
+        progress.ahead.popleft()
+        if sequence.is_finished:
+            return None
+        if not result.is_finite:
+            self._finish(progress, FinishReason.ERROR)
+            return _delta(sequence, (), 0, "the logits of the target model were not finite")
+        root = len(sequence.tokens) - 1
+        cut = progress.stop_rule.cut(sequence.num_output, result.token_ids)
+        num_accepted = min(len(cut.token_ids), len(result.token_ids) - 1)
+        sequence.tokens.extend(cut.token_ids)
+        sequence.num_calls += 1
+        sequence.num_drafted += row.topology.num_drafts
+        sequence.num_accepted += num_accepted
+        if sequence.status is SequenceStatus.RUNNING:
+            sequence.num_cached = len(sequence.tokens) - 1
+            self._observe_draft(progress, row.topology, root, root + len(result.token_ids))
+            self._publish(progress)
+        if cut.finish_reason is not None:
+            self._finish(progress, cut.finish_reason)
+        return _delta(sequence, cut.token_ids, num_accepted)
+
+    def _observe_draft(self, progress: Progress, topology: TreeTopology, root: int, next_root: int) -> None:
+        """Note draft K/V that a collected step filled, and the step in flight, now that its root is known."""
+        if topology.num_drafts:
+            progress.observe_tree(root, self._config.draft_window)
+        if progress.ahead and progress.ahead[0].num_drafts:
+            progress.observe_tree(next_root, self._config.draft_window)
+
+    def _publish(self, progress: Progress) -> None:
+        num_tokens = progress.num_publishable(self._config.draft_window)
+        self._kv_cache.publish(progress.sequence, num_tokens, progress.draft_valid)
+
+
+def _sort_key(progress: Progress) -> tuple[int, int]:
+    return progress.sequence.sort_key
+
+
+def _delta(
+    sequence: Sequence, token_ids: tuple[int, ...], num_accepted: int, message: str | None = None
+) -> SequenceDelta:
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        token_ids=token_ids,
+        num_accepted_in_step=num_accepted,
+        finish_reason=sequence.finish_reason,
+        num_calls=sequence.num_calls,
+        num_drafted=sequence.num_drafted,
+        num_accepted=sequence.num_accepted,
+        num_prefix_hits=sequence.num_prefix_hits,
+        message=message,
+    )

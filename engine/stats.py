@@ -1,0 +1,67 @@
+"""What a running engine answers about itself: facts fixed at start, and counters that grow.
+
+Turning them into metrics is left to `app/metrics.py`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the machine answered when the engine started.
+
+    `draft_digest` and `model_digest` name the bytes really loaded; `trees` lists the topologies this engine
+    may run.
+    """
+
+    model_name: str
+    model_folder: str
+    model_digest: str
+    draft_digest: str | None
+    dtype: str
+    device: str
+    attention_backend: str
+    num_threads: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    trees: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start and gauges now.
+
+    num_calls counts (sequence, verification) pairs, so num_output_tokens / num_calls is the acceptance length
+    (tokens per call), which counts the bonus or residual token; num_accepted counts kept drafts only.
+    `accepted_by_depth[d]` counts kept drafts at depth d + 1; `steps_by_tree` counts decode steps by topology
+    name.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_held_blocks: int
+    num_cached_blocks: int
+    num_steps: int
+    num_calls: int
+    num_drafted: int
+    num_accepted: int
+    num_prompt_tokens: int
+    num_prefix_hit_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_finished: int
+    num_aborted: int
+    num_failed: int
+    accepted_by_depth: tuple[int, ...]
+    steps_by_tree: tuple[tuple[str, int], ...]
+    step_seconds: float
+
+    @property
+    def tokens_per_call(self) -> float:
+        """The acceptance length so far, at least 1; 1.0 before the first call."""
+        return self.num_output_tokens / self.num_calls if self.num_calls else 1.0

@@ -1,0 +1,176 @@
+"""A byte-level tokenizer, an engine that says a given text, and what reads the application's answers.
+
+The fixtures over them are left to `conftest`.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tokenizers
+
+from app.call import ChatCall, CompletionCall
+from app.ingress import Messages
+from app.metrics import ReplicaSnapshot
+from app.server import LLMServer, ModelCard
+from app.tokenizer import Tokenizer
+from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+
+MAX_MODEL_LEN = 512
+MAX_NUM_WAITING = 64
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder: Path) -> None:
+    """Write a byte-level tokenizer (two special tokens, then one token per byte) and a chat template."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|im_start|>": 0, "<|im_end|>": 1} | {char: idx + 2 for idx, char in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make_facts() -> EngineFacts:
+    return EngineFacts(
+        model_name="tiny",
+        model_folder="models/tiny",
+        model_digest="0123456789abcdef",
+        draft_digest=None,
+        dtype="float32",
+        device="cpu",
+        attention_backend="reference",
+        num_threads=1,
+        vocab_size=258,
+        eos_token_ids=(1,),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        block_size=16,
+        num_blocks=33,
+        trees=("off", "chain-3", "tree-8"),
+    )
+
+
+@dataclass
+class SpokenEngine:
+    """Says `text`, `run_len` tokens a step, then the end-of-sequence token; every request is recorded."""
+
+    tokenizer: Tokenizer
+    text: str = "Hello, world"
+    run_len: int = 3
+    facts: EngineFacts = field(default_factory=make_facts)
+    requests: list[Request] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+    start_error: Exception | None = None
+    failure: SequenceDelta | None = None
+    health_error: Exception | None = None
+    num_steps_before_stall: int | None = None
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
+        self.requests.append(request)
+        if self.start_error is not None:
+            raise self.start_error
+        self.running.add(request.request_id)
+        is_complete = False
+        try:
+            async for delta in self._say(request):
+                # The engine has let go of the sequence before anybody reads its last delta.
+                is_complete = delta.finish_reason is not None
+                yield delta
+        finally:
+            self.running.discard(request.request_id)
+            if not is_complete:
+                self.aborted.append(request.request_id)
+
+    async def _say(self, request: Request) -> AsyncIterator[SequenceDelta]:
+        ids = [*self.tokenizer.encode(self.text, add_special_tokens=False), 1]
+        ids = ids[: request.sampling.max_tokens]
+        for step, start in enumerate(range(0, len(ids), self.run_len)):
+            if step == self.num_steps_before_stall:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            if step == 1 and self.failure is not None:
+                yield self.failure
+                return
+            run = tuple(ids[start : start + self.run_len])
+            reason = None
+            if start + self.run_len >= len(ids):
+                reason = FinishReason.STOP if run[-1] == 1 else FinishReason.LENGTH
+            yield SequenceDelta(request.request_id, run, len(run) - 1, reason, step + 1, 0, 0, 4)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=0,
+            num_free_blocks=30,
+            num_held_blocks=2,
+            num_cached_blocks=1,
+            num_steps=10,
+            num_calls=20,
+            num_drafted=60,
+            num_accepted=25,
+            num_prompt_tokens=100,
+            num_prefix_hit_tokens=16,
+            num_output_tokens=45,
+            num_preemptions=0,
+            num_finished=5,
+            num_aborted=len(self.aborted),
+            num_failed=0,
+            accepted_by_depth=(15, 7, 3),
+            steps_by_tree=(("chain-3", 8), ("off", 2)),
+            step_seconds=1.5,
+        )
+
+    def check_health(self) -> None:
+        if self.health_error is not None:
+            raise self.health_error
+
+    async def shutdown(self) -> None:
+        return None
+
+
+class LocalBackend:
+    """One server in this process, as an ingress sees it."""
+
+    def __init__(self, server: LLMServer) -> None:
+        self._server = server
+
+    def chat(self, call: ChatCall, call_id: str) -> Messages:
+        return self._server.chat(call, call_id)
+
+    def completions(self, call: CompletionCall, call_id: str) -> Messages:
+        return self._server.completions(call, call_id)
+
+    async def card(self) -> ModelCard:
+        return self._server.card()
+
+    async def snapshots(self) -> list[ReplicaSnapshot]:
+        return [await self._server.snapshot()]
+
+    async def check_health(self) -> None:
+        self._server.check_health()
+
+
+def chat_body(**fields: object) -> dict[str, object]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | fields
+
+
+def completion_body(**fields: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": "Once", "max_tokens": 64} | fields
+
+
+def events(body: str) -> list[dict[str, object]]:
+    """Parse a stream of server-sent events, which must end with `[DONE]`."""
+    blocks = body.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""], blocks[-2:]
+    assert all(block.startswith("data: ") for block in blocks[:-1])
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
