@@ -4,6 +4,7 @@ What the rows are and when to draft is left to the runner; judging the drafts to
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,24 @@ class DraftNoise:
 
     seed: Tensor
     temperature: Tensor
+
+
+class TreeDrafter(Protocol):
+    """Whatever can propose the tokens of a tree. Its proposals change the speed of a step, never its
+    output.
+    """
+
+    def fill(
+        self, token_ids: Tensor, features: Tensor, start: int, draft_start: Tensor, block_table: Tensor
+    ) -> None:
+        """Take note of T prompt tokens [T] at positions from `start`, each with the features [T, F] of the
+        token before it; draft_start: [1] int64, the first position with draft K/V; block_table: [1, P] int64.
+        """
+
+    def draft(
+        self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
+    ) -> DraftOutput:
+        """Fill the tree of each row."""
 
 
 class Drafter:

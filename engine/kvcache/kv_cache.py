@@ -87,14 +87,12 @@ class KVCache:
         self._chains.setdefault(sequence, _Chain()).num_published = len(hit.block_ids)
         return hit
 
-    def can_reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        return self._num_missing(sequence, num_tokens) <= self.pool.num_available
-
     def reserve(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
         """Grow a sequence to hold `num_tokens` tokens; return the new block ids, often none, or None (and no
         change) where the pool has too few.
         """
-        new_ids = self.pool.allocate(self._num_missing(sequence, num_tokens))
+        num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
+        new_ids = self.pool.allocate(max(0, num_missing))
         if new_ids is not None:
             sequence.block_ids.extend(new_ids)
         return new_ids
@@ -127,9 +125,6 @@ class KVCache:
         for block_id in sequence.block_ids:
             self.pool.forget(block_id)
         self.release(sequence)
-
-    def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(0, self.num_blocks_for(num_tokens) - len(sequence.block_ids))
 
     def _digest(self, sequence: Sequence, idx: int) -> bytes:
         """Return the digest of full block `idx`, extending the sequence's chain up to it."""

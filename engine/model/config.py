@@ -3,7 +3,6 @@
 Weights are left to `engine/weights`, the network to `engine/model/llama.py`.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ModelLoadError
+from engine.weights.json_object import read_json_object
 
 ARCHITECTURE = "LlamaForCausalLM"
 RopeKind = Literal["linear", "llama3"]
@@ -140,17 +140,6 @@ class ModelConfig:
             return config
         added = _read_eos(read_json_object(generation))
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *added))))
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; anything else is a `ModelLoadError` that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} must be a readable JSON file: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _check_architecture(raw: Mapping[str, Any]) -> None:

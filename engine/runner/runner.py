@@ -12,8 +12,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.batch import PrefillChunk, RowResult, StepPlan, StepResult
 from engine.config import DraftMode
-from engine.draft.drafter import Drafter, DraftNoise
-from engine.draft.head import DraftHead
+from engine.draft.drafter import DraftNoise, TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.model.llama import LlamaForCausalLM, TargetOutput
@@ -72,7 +71,7 @@ class ModelRunner:
     def __init__(
         self,
         target: LlamaForCausalLM,
-        head: DraftHead | None,
+        drafter: TreeDrafter | None,
         backend: AttentionBackend,
         shape: RunnerShape,
         eos_token_ids: tuple[int, ...],
@@ -94,21 +93,11 @@ class ModelRunner:
             dtype=dtype,
             device=self.device,
         )
-        self._drafter: Drafter | None = None
-        if head is not None:
-            self._drafter = self._create_drafter(head)
+        self._drafter = drafter
         self._params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
-
-    def _create_drafter(self, head: DraftHead) -> Drafter:
-        shape, config = self._shape, head.config
-        kv_shape = (config.num_kv_heads, config.head_dim, head.fc.weight.dtype, self.device)
-        pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
-        # One node more than a tree can have: padding nodes share the last.
-        scratch = TreeScratch(config.num_layers, shape.max_num_seqs, MAX_NODES + 1, *kv_shape)
-        return Drafter(head, pool, scratch, self._backend, shape.block_size)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -245,8 +234,11 @@ class ModelRunner:
         positions = self._state.seq_len[slots][:, None] + step
         pool_slots = slots_of(tables, positions, is_kept, self._shape.block_size)
         self._pool.commit(pool_slots.flatten(), *self._scratch.gather(path))
-        features = output.features.view(path.shape[0], -1, output.features.shape[1])
-        rows = torch.arange(path.shape[0], device=self.device)[:, None]
+        num_rows = path.shape[0]
+        features = output.features.view(
+            num_rows, output.features.shape[0] // num_rows, output.features.shape[1]
+        )
+        rows = torch.arange(num_rows, device=self.device)[:, None]
         self._state.commit(slots, verification, features[rows, path], is_penalized)
 
     def _tree_tensors(self, topologies: tuple[TreeTopology, ...]) -> TreeTensors:

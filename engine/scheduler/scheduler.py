@@ -65,6 +65,7 @@ class Scheduler:
         self._free_slots = list(range(1, config.max_num_seqs + 1))  # a heap, so that slots in use stay low
         self._flights: deque[Flight] = deque()
         self._next_step_idx = 0
+        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -268,6 +269,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         sequence.num_cached = 0
         sequence.num_preemptions += 1
+        self.num_preemptions += 1
         self._waiting.push(sequence)
 
     def _leave(self, progress: Progress) -> None:
@@ -324,7 +326,7 @@ class Scheduler:
         return _delta(sequence, cut.token_ids, num_accepted)
 
     def _observe_draft(self, progress: Progress, topology: TreeTopology, root: int, next_root: int) -> None:
-        """Note the draft K/V that a collected step filled, and the step in flight, whose root is now known."""
+        """Note draft K/V that a collected step filled, and the step in flight, now that its root is known."""
         if topology.num_drafts:
             progress.observe_tree(root, self._config.draft_window)
         if progress.ahead and progress.ahead[0].num_drafts:

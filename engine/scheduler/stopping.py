@@ -30,6 +30,7 @@ class StopRule:
     def build(
         cls, sampling: SamplingParams, num_prompt: int, eos_token_ids: frozenset[int], max_model_len: int
     ) -> Self:
+        """Return the rule of one request: its own stops and limits beside the model's."""
         eos = frozenset[int]() if sampling.ignore_eos else eos_token_ids
         return cls(
             stop_token_ids=eos.union(sampling.stop_token_ids),

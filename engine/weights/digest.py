@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from engine.errors import ModelLoadError
+from engine.weights.json_object import read_json_object
 from engine.weights.shards import weight_files
 
 # The keys of config.json that change what the network computes, in both spellings of the rotary settings.
@@ -47,12 +48,7 @@ def folder_digest(folder: Path) -> str:
     Tokenizer, chat template and generation settings do not enter it, and keys that are null count as absent.
     It costs one read of the weights.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{folder / 'config.json'} must be a readable JSON file: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{folder / 'config.json'} must hold a JSON object")
+    config = read_json_object(folder / "config.json")
     settings = {key: config[key] for key in _NETWORK_KEYS if config.get(key) is not None}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for path in weight_files(folder):

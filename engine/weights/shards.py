@@ -3,7 +3,7 @@
 The format of a file is left to `safetensors`, the use of the tensors to `loader`.
 """
 
-import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -11,10 +11,12 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.errors import ModelLoadError
+from engine.weights.json_object import read_json_object
 from engine.weights.safetensors import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class TensorSource(Protocol):
@@ -86,14 +88,10 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise ModelLoadError(
             f"{folder} must hold {SINGLE_FILE} or {INDEX_FILE}: weights are read as safetensors only"
         )
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} must be a readable JSON file: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} must hold a weight_map with the file of every tensor")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if not isinstance(file_name, str) or not _SHARD_NAME.fullmatch(file_name):
             raise ModelLoadError(f"{path}: tensor {name!r} needs a plain file name, found {file_name!r}")
     return weight_map

@@ -1,0 +1,98 @@
+"""The engine core process: an `Engine` behind a connection, alone in its interpreter.
+
+Steps last milliseconds and must not share an interpreter lock with tokenizing, JSON and HTTP. Starting it is
+left to `async_engine`; it is run as `python -m engine.core FD`, where FD is an inherited socket.
+"""
+
+import logging
+import sys
+from multiprocessing.connection import Connection
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import EyasError
+from engine.messages import (
+    Abort,
+    Add,
+    AskStats,
+    ClientMessage,
+    CoreMessage,
+    Deltas,
+    Failed,
+    Ready,
+    Refused,
+    Shutdown,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Core:
+    """Steps the engine while it has work, and reads messages between steps."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+
+    def run(self) -> None:
+        """Serve until told to shut down; a closed connection says so too."""
+        try:
+            while self._receive():
+                deltas = self._engine.step() if self._engine.has_work else ()
+                if deltas:
+                    self._send(Deltas(deltas))
+        except (EOFError, ConnectionError):
+            logger.info("engine core stops reason=client_gone")
+
+    def _receive(self) -> bool:
+        """Act on every message that is there, waiting for one where there is no work; False ends the
+        process.
+        """
+        while not self._engine.has_work or self._connection.poll():
+            message: ClientMessage = self._connection.recv()
+            if isinstance(message, Shutdown):
+                return False
+            self._act(message)
+        return True
+
+    def _act(self, message: Add | Abort | AskStats) -> None:
+        match message:
+            case Add(request):
+                try:
+                    self._engine.add(request)
+                except EyasError as error:
+                    self._send(Refused(request.request_id, error))
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case AskStats():
+                self._send(self._engine.stats())
+
+    def _send(self, message: CoreMessage) -> None:
+        self._connection.send(message)
+
+
+def main(fd: int) -> int:
+    """Load the engine that the first message asks for, then serve it; return the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    connection = Connection(fd)
+    try:
+        config: EngineConfig = connection.recv()
+        engine = Engine.load(config)
+        connection.send(Ready(engine.facts))
+        Core(engine, connection).run()
+    except EOFError:
+        return 0
+    except EyasError as error:
+        connection.send(Failed(error))
+        return 1
+    except Exception as error:
+        # The loop's edge: whatever it was, the client must fail its requests with the reason rather than
+        # hang.
+        logger.exception("engine core died")
+        connection.send(Failed(RuntimeError(f"{type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

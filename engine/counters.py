@@ -1,0 +1,71 @@
+"""Counting what an engine did. What the numbers mean is said in `stats`."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.batch import Load, SequenceDelta, StepStats
+from engine.kvcache.block_pool import BlockCounts
+from engine.request import FinishReason
+from engine.stats import EngineStats
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; written by the engine only."""
+
+    num_steps: int = 0
+    num_calls: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_prompt_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    steps_by_tree: Counter[str] = field(default_factory=Counter)
+    step_seconds: float = 0.0
+
+    def observe(self, stats: StepStats, deltas: tuple[SequenceDelta, ...]) -> None:
+        """Count one collected step and what its sequences kept of it."""
+        self.num_steps += 1
+        self.step_seconds += stats.seconds
+        for row in stats.rows:
+            self.num_drafted += row.topology.num_drafts
+            self.steps_by_tree[row.topology.name] += 1
+        for delta in deltas:
+            self.num_calls += 1
+            self.num_accepted += delta.num_accepted_in_step
+            self.num_output_tokens += len(delta.token_ids)
+            for depth in range(delta.num_accepted_in_step):
+                self.accepted_by_depth[depth] += 1
+            if delta.finish_reason is not None:
+                self.num_finished += 1
+                self.num_failed += delta.finish_reason is FinishReason.ERROR
+                self.num_prefix_hit_tokens += delta.num_prefix_hits
+
+    def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
+        """Return the totals beside the gauges of now."""
+        deepest = max(self.accepted_by_depth, default=-1)
+        return EngineStats(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_free_blocks=blocks.num_free,
+            num_held_blocks=blocks.num_held,
+            num_cached_blocks=blocks.num_cached,
+            num_steps=self.num_steps,
+            num_calls=self.num_calls,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_prefix_hit_tokens=self.num_prefix_hit_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_preemptions=num_preemptions,
+            num_finished=self.num_finished,
+            num_aborted=self.num_aborted,
+            num_failed=self.num_failed,
+            accepted_by_depth=tuple(self.accepted_by_depth[depth] for depth in range(deepest + 1)),
+            steps_by_tree=tuple(sorted(self.steps_by_tree.items())),
+            step_seconds=self.step_seconds,
+        )

@@ -1,0 +1,98 @@
+"""Reading a draft folder strictly, and writing one.
+
+What the tensors mean is left to `head`; whether they fit a target to `DraftConfig.check_target`.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.draft.config import DraftConfig
+from engine.draft.head import DraftHead
+from engine.errors import DraftMismatchError, ModelLoadError
+from engine.weights.digest import file_digest
+from engine.weights.json_object import read_json_object
+from engine.weights.loader import load_into
+from engine.weights.mapping import identity_mapping
+from engine.weights.safetensors import SafetensorsFile, write_safetensors
+
+CONFIG, WEIGHTS, MANIFEST, TREES = "config.json", "model.safetensors", "manifest.json", "trees.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft folder whose manifest held: every file it names has the digest it names.
+
+    `digest` is that of the weights file. `trees` is the folder's own tree library, where it ships one.
+    """
+
+    folder: Path
+    config: DraftConfig
+    digest: str
+    trees: Path | None
+
+    def build(
+        self, embedding: Tensor, head: Tensor, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> DraftHead:
+        """Return the network on `device`, bound to the target's embedding and output head, both [V, H]."""
+        network = DraftHead(self.config, num_positions=num_positions, dtype=dtype).to(device)
+        load_into(network, SafetensorsFile(self.folder / WEIGHTS), identity_mapping(network.state_dict()))
+        _check_vocabulary(network.target_ids, self.config.target_vocab_size)
+        network.requires_grad_(False)
+        network.bind(embedding, head)
+        return network.eval()
+
+
+def load_draft(folder: Path) -> LoadedDraft:
+    """Check the manifest of a draft folder and read its config; the weights are read by `build`.
+
+    Raises `ModelLoadError` for a missing or corrupt file.
+    """
+    files = read_json_object(folder / MANIFEST).get("files")
+    if not isinstance(files, dict) or not {CONFIG, WEIGHTS} <= files.keys():
+        raise ModelLoadError(f"{folder / MANIFEST} must name the sha256 of {CONFIG} and {WEIGHTS}")
+    for name, expected in files.items():
+        found = file_digest(folder / name)
+        if found != expected:
+            raise ModelLoadError(
+                f"{folder / name} has sha256 {found}, its manifest says {expected}: fetch the draft again"
+            )
+    trees = folder / TREES if TREES in files else None
+    return LoadedDraft(folder, DraftConfig.load(folder / CONFIG), files[WEIGHTS], trees)
+
+
+def save_draft(head: DraftHead, folder: Path, manifest: dict[str, object], trees: str | None = None) -> None:
+    """Write a draft folder: bfloat16 weights, config, the JSON text of its trees, and a manifest with
+    digests.
+
+    `manifest` says where the head comes from; `files` is added to it. The manifest is written last, so a
+    folder that has one is whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    head.config.save(folder / CONFIG)
+    state = head.state_dict().items()
+    write_safetensors(
+        folder / WEIGHTS,
+        {name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in state},
+    )
+    names = [CONFIG, WEIGHTS]
+    if trees is not None:
+        (folder / TREES).write_text(trees, encoding="utf-8")
+        names.append(TREES)
+    files = {name: file_digest(folder / name) for name in names}
+    text = json.dumps({**manifest, "files": files}, indent=2)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
+    """Refuse a vocabulary map that leaves the target's ids or names one twice."""
+    if int(target_ids.min()) < 0 or int(target_ids.max()) >= vocab_size:
+        raise DraftMismatchError(
+            f"the draft's target_ids must lie in 0..{vocab_size - 1}: the head is not for this model"
+        )
+    if torch.unique(target_ids).numel() != target_ids.numel():
+        raise ModelLoadError("the draft's target_ids name a token twice: the head is corrupt")

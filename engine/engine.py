@@ -1,0 +1,177 @@
+"""The engine: the one loop that asks policy for a plan and the runner to execute it.
+
+It speaks token ids only; text, HTTP and processes are left to its callers.
+"""
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+
+from engine.batch import Load, RowStats, SequenceDelta, StepPlan, StepStats
+from engine.config import EngineConfig
+from engine.counters import Counters
+from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.errors import RequestError
+from engine.kvcache.block_pool import BlockPool
+from engine.kvcache.kv_cache import KVCache
+from engine.request import Request, Sequence
+from engine.runner.runner import ModelRunner, StepHandle
+from engine.runner.worker import build_worker
+from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.stats import EngineFacts, EngineStats
+from engine.tree.library import TreeLibrary
+
+logger = logging.getLogger(__name__)
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all 64 bits
+_SUSPICIOUS_DRAFTS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A launched step and what it was launched with."""
+
+    handle: StepHandle
+    plan: StepPlan
+    load: Load
+    started: float
+
+
+class Engine:
+    """Add requests, then call `step` while `has_work`.
+
+    Each call launches one step and returns what the step before it gave: the host is one step late on every
+    device.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        kv_cache: KVCache,
+        scheduler: Scheduler,
+        dispatcher: Dispatcher,
+        facts: EngineFacts,
+        seed: int,
+    ) -> None:
+        self.facts = facts
+        self._runner, self._kv_cache = runner, kv_cache
+        self._scheduler, self._dispatcher = scheduler, dispatcher
+        self._seed = seed
+        self._num_arrived = 0
+        self._in_flight: _InFlight | None = None
+        self._counters = Counters()
+        self._has_warned = False
+
+    @staticmethod
+    def load(config: EngineConfig) -> "Engine":
+        """Build an engine from what `config` names. Raises `ModelLoadError` or `ConfigError`."""
+        worker = build_worker(config)
+        engine = assemble_engine(config, worker.runner, worker.library, worker.facts)
+        facts = dataclasses.asdict(engine.facts)
+        logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+        return engine
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence is unfinished or a step has not been collected."""
+        return self._scheduler.has_work or self._in_flight is not None
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError` where it can never be served, `CapacityError` where not
+        now.
+        """
+        highest = max(request.prompt_token_ids)
+        if highest >= self.facts.vocab_size or min(request.prompt_token_ids) < 0:
+            raise RequestError(
+                f"prompt token ids must lie in 0..{self.facts.vocab_size - 1}, found {highest}", "prompt"
+            )
+        for token_id, _ in request.sampling.logit_bias:
+            if token_id >= self.facts.vocab_size:
+                raise RequestError(
+                    f"logit_bias token ids must lie in 0..{self.facts.vocab_size - 1}, found {token_id}",
+                    "logit_bias",
+                )
+        seed = request.sampling.seed
+        if seed is None:
+            seed = _signed64(self._seed + self._num_arrived * _GOLDEN)
+        self._scheduler.add(Sequence(request, seed, self._num_arrived))
+        self._num_arrived += 1
+        self._counters.num_prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, its blocks free at once; False where it is unknown or has ended."""
+        is_aborted = self._scheduler.abort(request_id) is not None
+        self._counters.num_aborted += is_aborted
+        return is_aborted
+
+    def step(self) -> tuple[SequenceDelta, ...]:
+        """Launch one step if anything can run, then return what the step before it gave."""
+        load = self._scheduler.load()
+        plan = self._scheduler.schedule(self._dispatcher.choose(load))
+        launched = None
+        if plan is not None:
+            started = time.perf_counter()
+            launched = _InFlight(self._runner.launch(plan), plan, load, started)
+        deltas = () if self._in_flight is None else self._collect(self._in_flight)
+        self._in_flight = launched
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Return counters since the start and gauges now."""
+        return self._counters.snapshot(
+            self._scheduler.load(), self._kv_cache.pool.counts(), self._scheduler.num_preemptions
+        )
+
+    def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
+        result = flight.handle.collect()
+        deltas = self._scheduler.commit(result)
+        seconds = time.perf_counter() - flight.started
+        rows = tuple(
+            RowStats(row.topology, len(answer.token_ids) - 1)
+            for row, answer in zip(flight.plan.rows, result.rows, strict=True)
+        )
+        num_prefill = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
+        stats = StepStats(flight.plan.step_idx, flight.load, rows, num_prefill, seconds)
+        self._dispatcher.observe(stats)
+        self._counters.observe(stats, deltas)
+        self._warn_if_nothing_accepted()
+        return deltas
+
+    def _warn_if_nothing_accepted(self) -> None:
+        """Say once that drafts are never right: the mark of wrong taps, a stale draft or a missing vocabulary
+        map.
+        """
+        counters = self._counters
+        if self._has_warned or counters.num_accepted or counters.num_drafted < _SUSPICIOUS_DRAFTS:
+            return
+        self._has_warned = True
+        logger.warning(
+            "no draft accepted drafted=%d draft_digest=%s: the draft does not belong to this model",
+            counters.num_drafted,
+            self.facts.draft_digest,
+        )
+
+
+def assemble_engine(
+    config: EngineConfig, runner: ModelRunner, library: TreeLibrary, facts: EngineFacts
+) -> Engine:
+    """Wire a runner to its policy; `facts` says what the runner was built with."""
+    kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_waiting=config.max_num_waiting,
+        max_batched_tokens=config.max_batched_tokens,
+        max_model_len=facts.max_model_len,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+        draft_window=config.speculation.feature_window,
+    )
+    scheduler = Scheduler(scheduler_config, kv_cache, library)
+    return Engine(
+        runner, kv_cache, scheduler, StaticDispatcher(config.speculation, library), facts, config.seed
+    )
+
+
+def _signed64(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value

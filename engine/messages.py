@@ -1,0 +1,67 @@
+"""What the engine core process and its client say to each other, as plain picklable data.
+
+Carrying the messages is left to `core` and `async_engine`.
+"""
+
+from dataclasses import dataclass
+
+from engine.batch import SequenceDelta
+from engine.request import Request
+from engine.stats import EngineFacts, EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Client: queue a request. Answered by `Refused` or by deltas."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Client: end a request. Not answered; deltas may still be on their way."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStats:
+    """Client: answered by one `EngineStats`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Client: end the process. Closing the connection says the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Core, first message: it serves."""
+
+    facts: EngineFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Core, first message: it could not start; or last message: it ends with an error nobody foresaw."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Core: a request was not queued."""
+
+    request_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """Core: what one step gave, all rows in one message."""
+
+    deltas: tuple[SequenceDelta, ...]
+
+
+ClientMessage = Add | Abort | AskStats | Shutdown
+CoreMessage = Ready | Failed | Refused | Deltas | EngineStats

@@ -1,0 +1,154 @@
+"""Building a runner from folders: load target and draft, plan the memory, wire the parts.
+
+It is the only place that knows every part; what each does is left to them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.registry import create_backend
+from engine.config import EngineConfig
+from engine.draft.drafter import Drafter
+from engine.draft.head import DraftHead
+from engine.draft.loader import LoadedDraft, load_draft
+from engine.errors import ConfigError
+from engine.kvcache.kv_cache import block_table_width
+from engine.kvcache.kv_pool import KVPool
+from engine.kvcache.tree_scratch import TreeScratch
+from engine.model.config import ModelConfig
+from engine.model.llama import LlamaForCausalLM
+from engine.runner.calibrate import choose_device, choose_dtype, choose_num_threads
+from engine.runner.memory import plan_num_blocks
+from engine.runner.runner import ModelRunner, RunnerShape
+from engine.stats import EngineFacts
+from engine.tree.library import TreeLibrary
+from engine.tree.topology import MAX_NODES
+from engine.weights.digest import folder_digest
+from engine.weights.loader import load_into
+from engine.weights.mapping import llama_mapping
+from engine.weights.shards import open_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A runner that is ready, the trees it may run, and what the machine answered on the way."""
+
+    runner: ModelRunner
+    library: TreeLibrary
+    facts: EngineFacts
+
+
+def build_worker(config: EngineConfig) -> Worker:
+    """Load everything `config` names. Raises `ModelLoadError` or `ConfigError` before the cache is
+    allocated.
+    """
+    num_threads = choose_num_threads(config)
+    torch.set_num_threads(num_threads)
+    model = ModelConfig.load(config.model)
+    max_model_len = _choose_max_model_len(config, model)
+    device = choose_device(config)
+    dtype = choose_dtype(config, model, device)
+    model_digest = folder_digest(config.model)
+    draft = None if config.draft is None else load_draft(config.draft)
+    if draft is not None:
+        draft.config.check_target(model, model_digest)
+    # Trees may reach past the last position that counts; see `block_table_width`.
+    num_positions = max_model_len + 2 * MAX_NODES
+    target = load_target(
+        config.model, model, draft.config.taps if draft else (), num_positions, dtype, device
+    )
+    num_blocks = plan_num_blocks(config, model, draft.config if draft else None, dtype, device)
+    library = build_library(config, draft)
+    shape = RunnerShape(
+        max_num_seqs=config.max_num_seqs,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        table_width=block_table_width(max_model_len, library.max_depth, config.block_size),
+        feature_window=config.speculation.feature_window,
+        draft_mode=config.speculation.draft_mode,
+    )
+    backend = create_backend(config.attention_backend, device)
+    drafter = None
+    if draft is not None:
+        head = draft.build(target.embed_tokens.weight, target.head_weight, num_positions, dtype, device)
+        drafter = create_drafter(head, backend, shape)
+    return Worker(
+        runner=ModelRunner(target, drafter, backend, shape, model.eos_token_ids),
+        library=library,
+        facts=EngineFacts(
+            model_name=config.model.name,
+            model_folder=str(config.model),
+            model_digest=model_digest,
+            draft_digest=draft.digest if draft else None,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            attention_backend=backend.name,
+            num_threads=num_threads,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            block_size=config.block_size,
+            num_blocks=num_blocks - 1,
+            trees=library.names,
+        ),
+    )
+
+
+def load_target(
+    folder: Path,
+    model: ModelConfig,
+    taps: tuple[int, ...],
+    num_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LlamaForCausalLM:
+    """Return the target of `folder` on `device`, frozen; every stored tensor is checked."""
+    target = LlamaForCausalLM(model, taps, num_positions=num_positions, dtype=dtype).to(device)
+    target.requires_grad_(False)
+    mapping = llama_mapping(
+        num_layers=model.num_layers,
+        query_size=model.query_size,
+        kv_size=model.kv_size,
+        intermediate_size=model.intermediate_size,
+        tie_word_embeddings=model.tie_word_embeddings,
+        attention_bias=model.attention_bias,
+        mlp_bias=model.mlp_bias,
+    )
+    load_into(target, open_weights(folder), mapping)
+    return target.eval()
+
+
+def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrary:
+    """Return the trees of this engine: those shipped with the draft, or searched ones; none without a draft.
+
+    A tree of depth D needs the features of D + 1 positions at once, which the window must hold.
+    """
+    if draft is None:
+        return TreeLibrary((), max_depth=0)
+    max_depth = config.speculation.feature_window - 1
+    if draft.trees is None:
+        return TreeLibrary.search(max_depth=max_depth)
+    return TreeLibrary.load(draft.trees, max_depth=max_depth)
+
+
+def create_drafter(head: DraftHead, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
+    """Return a drafter for `head` with its own pages and scratch, on the head's device."""
+    config, weight = head.config, head.fc.weight
+    kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+    pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
+    # One node more than a tree can have: padding nodes share the last.
+    scratch = TreeScratch(config.num_layers, shape.max_num_seqs, MAX_NODES + 1, *kv_shape)
+    return Drafter(head, pool, scratch, backend, shape.block_size)
+
+
+def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len or model.max_position
+    if wanted > model.max_position:
+        raise ConfigError(
+            f"max_model_len {wanted} is beyond the {model.max_position} positions that the model was made for"
+        )
+    return wanted

@@ -1,0 +1,154 @@
+"""The rules of the source tree, as tables. How they are checked is left to the modules beside this one.
+
+An exception is a row here with its reason, or it is not allowed. A row that nothing needs fails a test.
+"""
+
+SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
+
+# Import floors of `engine`: a file imports from lower floors and from its own package only. Packages of one
+# floor do not see each other, but for chains: "a < b" lets b import a.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors < config < request < tree < batch < speculation",),
+    (
+        "parallel",
+        "kernels",
+        "stats",
+        "tap",
+        "detokenizer",
+        "stop_strings",
+        "weights.json_object < model.config",
+    ),
+    ("kvcache", "layers", "sampling", "grammar", "weights"),
+    ("attention", "transfer"),
+    ("model < draft", "scheduler", "dispatcher"),
+    ("runner",),
+    ("counters < engine < messages < core < async_engine",),
+    ("training",),
+)
+
+# Modules that stand on another floor than their package, and why.
+FLOOR_EXCEPTIONS = {
+    "engine.weights.json_object": "opens a JSON file for every config; it knows no weights",
+    "engine.model.config": "plain data that weight converters read too; it holds no network",
+}
+
+# What each part above the engine may import of the others.
+PART_IMPORTS: dict[str, tuple[str, ...]] = {
+    "app": ("engine", "ops.registry", "ops.tracing"),
+    "ops": ("engine",),
+    "loadtest": (),
+    "benchmarks": ("engine", "app", "ops", "loadtest"),
+}
+# `engine` above means the names that `engine/__init__.py` exports. Modules that may reach further, and why.
+DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
+    # The command line names every entry point of the repository.
+    "app.cli": ("engine.training", "ops"),
+    # Measures single parts.
+    "benchmarks": ("engine",),
+}
+
+# Policy and text: state machines over plain values. No torch, also not through what they import.
+NO_TORCH = (
+    "engine.tree",
+    "engine.detokenizer",
+    "engine.stop_strings",
+    "engine.kvcache.block_pool",
+    "engine.kvcache.kv_cache",
+    "engine.scheduler",
+    "engine.dispatcher",
+    "app.autoscaling",
+    "ops.rollout.analysis",
+)
+# Policy decides from its arguments: the same history gives the same choice.
+NO_CLOCK_NO_IO = (
+    "engine.kvcache.block_pool",
+    "engine.kvcache.kv_cache",
+    "engine.scheduler",
+    "engine.dispatcher",
+    "app.autoscaling",
+    "ops.rollout.analysis",
+)
+CLOCKS_AND_IO = frozenset(
+    {
+        *("time", "datetime", "random", "secrets", "os", "io", "pathlib", "shutil", "tempfile", "socket"),
+        *("threading", "multiprocessing", "subprocess", "asyncio", "requests", "httpx", "aiohttp"),
+    }
+)
+HEAVY_LIBRARIES = frozenset({"torch", "triton", "xformers", "ray"})
+
+# `engine` imports with torch alone. Any other library is optional there: imported inside the function that
+# needs it, and only in these modules. Elsewhere libraries are imported at the top like everything else.
+OPTIONAL_LIBRARIES: dict[str, tuple[str, ...]] = {
+    "gguf": ("engine.weights",),
+    "huggingface_hub": ("engine.weights",),
+    "numpy": ("engine.weights", "engine.training"),
+    "safetensors": ("engine.weights",),
+    "tokenizers": ("engine.weights", "engine.training"),
+    "tqdm": ("engine.weights", "engine.training"),
+    "triton": ("engine.kernels", "engine.attention.triton"),
+    "xformers": ("engine.attention.xformers",),
+    "xgrammar": ("engine.grammar",),
+}
+# Modules made of an optional library: they import it at the top, and are themselves imported inside the
+# function that chose them.
+LIBRARY_MODULES = ("engine.kernels", "engine.attention.triton", "engine.attention.xformers")
+# Modules outside `engine` that may import inside functions, and why.
+LAZY_IMPORTERS: dict[str, str] = {
+    "app.cli": "a command loads only what it runs: help and bench must not wait for Ray",
+}
+
+# What a machine may lack while `engine` must still import.
+ABSENT_LIBRARIES = (
+    *("ray", "fastapi", "starlette", "uvicorn", "pydantic", "transformers", "tokenizers", "xgrammar"),
+    *("safetensors", "numpy", "gguf", "huggingface_hub", "xformers", "tqdm", "yaml", "scipy"),
+    *("kubernetes", "opentelemetry", "locust", "prometheus_client", "requests", "httpx"),
+)
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60  # aim for 40
+MAX_CORE_LINES = 5000
+# Longer functions and their reason, as "module:function".
+LONG_FUNCTIONS: dict[str, str] = {}
+
+# What a reader must hold to change a decode step.
+CORE = (
+    *("engine.errors", "engine.config", "engine.request", "engine.batch", "engine.speculation"),
+    *("engine.engine", "engine.core", "engine.async_engine", "engine.messages", "engine.counters"),
+    *(
+        "engine.detokenizer",
+        "engine.stop_strings",
+        "engine.stats",
+        "engine.tree.topology",
+        "engine.tree.library",
+    ),
+    *(
+        "engine.kvcache",
+        "engine.sampling",
+        "engine.attention.backend",
+        "engine.attention.merge",
+        "engine.draft.config",
+        "engine.draft.head",
+    ),
+    *("engine.draft.drafter", "engine.scheduler", "engine.dispatcher", "engine.layers"),
+    *("engine.attention.reference", "engine.runner.runner", "engine.runner.slot_state"),
+    *("engine.model.config", "engine.model.llama"),
+)
+
+# Words that say nothing about a thing: no file, class or function is named so.
+EMPTY_WORDS = frozenset({"util", "utils", "helper", "helpers", "manager", "misc", "common", "stuff"})
+# Verbs that hide the effect.
+EMPTY_VERBS = frozenset({"handle", "do", "process"})
+# Names that a library's base class dictates.
+DICTATED_NAMES = frozenset({"do_GET", "do_POST", "do_PUT", "do_PATCH", "do_DELETE", "do_HEAD"})
+
+# Rules that ruff and mypy check already: here only, that they stay switched on.
+RUFF_SAMPLES: dict[str, str] = {
+    "ANN201": "def choose():\n    return 1\n",
+    "C901": "def f(x: int) -> int:\n"
+    + "".join(f"    if x == {i}:\n        return {i}\n" for i in range(11))
+    + "    return x\n",
+    "ERA001": "# x = 1\n",
+    "PLW0603": "TOTAL = 0\n\n\ndef add() -> None:\n    global TOTAL\n    TOTAL += 1\n",
+    "T201": 'print("loud")\n',
+    "TID252": "from .errors import EyasError as EyasError\n",
+}

@@ -1,0 +1,48 @@
+"""`engine` imports with torch alone: no server, tokenizer or hub library at import.
+
+A fresh interpreter hides the other libraries; which imports are written where is left to `imports`.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture import rules
+from tests.architecture.sources import is_within, read_sources
+
+HIDE_AND_IMPORT = """
+import importlib, sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden!r}:
+            raise ModuleNotFoundError("hidden: " + name, name=name)
+
+sys.meta_path.insert(0, Hide())
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+
+
+def import_without(hidden, modules, root) -> subprocess.CompletedProcess[str]:
+    code = HIDE_AND_IMPORT.format(hidden=frozenset(hidden), modules=modules)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_engine_imports_with_torch_alone(pytestconfig):
+    root = pytestconfig.rootpath
+    engine = read_sources(root, ("engine",))
+    modules = [module for module in engine.modules if not is_within(module, rules.LIBRARY_MODULES)]
+    assert len(modules) > 20
+    result = import_without(rules.ABSENT_LIBRARIES, modules, root)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("line", ["import tokenizers", "import numpy.linalg"])
+def test_a_hidden_library_is_noticed(line, tmp_path):
+    (tmp_path / "offender.py").write_text(line + "\n")
+    result = import_without(rules.ABSENT_LIBRARIES, ["offender"], tmp_path)
+    assert result.returncode != 0
+    assert "hidden: " in result.stderr

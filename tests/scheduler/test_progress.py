@@ -1,0 +1,72 @@
+import pytest
+
+from engine.request import Request, SamplingParams, Sequence
+from engine.scheduler.progress import Progress
+from engine.scheduler.stopping import StopRule
+from engine.tree.topology import chain, root_only
+
+WINDOW = 4
+
+
+def make_progress(num_tokens: int = 21, num_prompt: int = 20, max_tokens: int = 10) -> Progress:
+    request = Request("r", tuple(range(num_prompt)), SamplingParams(max_tokens=max_tokens))
+    sequence = Sequence(request, seed=0, arrival_idx=0, tokens=list(range(num_tokens)))
+    return Progress(sequence, StopRule.build(request.sampling, num_prompt, frozenset(), 100), None)
+
+
+def test_bounds_add_what_every_step_in_flight_may_emit():
+    progress = make_progress()
+    assert progress.max_prefix_len == 20
+    progress.ahead.extend([chain(3), root_only()])
+    assert progress.max_prefix_len == 20 + 4 + 1
+    assert progress.num_needed(chain(7)) == 20 + 4 + 1 + 8
+
+
+@pytest.mark.parametrize(("max_tokens", "is_ending"), [(2, True), (3, True), (4, False)])
+def test_a_sequence_is_ending_once_the_least_in_flight_reaches_the_cap(max_tokens, is_ending):
+    progress = make_progress(max_tokens=max_tokens)
+    progress.ahead.extend([chain(3), chain(3)])
+    assert progress.is_ending is is_ending
+
+
+@pytest.mark.parametrize("num_hit", [0, 1, 8])
+def test_a_prefill_runs_the_last_hit_token_again(num_hit):
+    progress = make_progress()
+    progress.start(num_hit, draft_start=num_hit // 2)
+    assert progress.num_prefilled == max(0, num_hit - 1)
+    assert progress.store_from == num_hit
+    assert progress.prefill_end == 20
+    assert progress.draft_valid == range(num_hit // 2, num_hit)
+
+
+@pytest.mark.parametrize(
+    ("root", "valid"),
+    [(12, range(13)), (15, range(16)), (16, range(13, 17)), (30, range(27, 31)), (5, range(12))],
+)
+def test_a_tree_step_closes_gaps_within_its_window_only(root, valid):
+    progress = make_progress()
+    progress.draft_valid = range(12)
+    progress.observe_tree(root, WINDOW)
+    assert progress.draft_valid == valid
+
+
+@pytest.mark.parametrize(
+    ("draft_stop", "num_cached", "expected"),
+    [(20, 20, 20), (21, 20, 20), (18, 20, 18), (16, 20, 16), (3, 20, 16)],
+)
+def test_blocks_wait_while_their_draft_kv_may_still_come(draft_stop, num_cached, expected):
+    progress = make_progress()
+    progress.sequence.num_cached = num_cached
+    progress.draft_valid = range(draft_stop)
+    assert progress.num_publishable(WINDOW) == expected
+
+
+def test_another_draft_invalidates_what_steps_in_flight_will_write():
+    progress = make_progress()
+    progress.draft_valid = range(21)
+    progress.ahead.append(chain(3))
+    progress.invalidate_draft()
+    progress.observe_tree(20, WINDOW)
+    assert len(progress.draft_valid) == 0
+    progress.observe_tree(30, 10)
+    assert progress.draft_valid == range(25, 31)
