@@ -29,11 +29,8 @@ def test_captured_verification_never_syncs_and_equals_the_cpu(mode: str) -> None
         mode, temperature=0.8, top_k=3, top_p=0.9, repetition_penalty=1.2, stop_token_ids=(2,), stop_from=5
     )
     on_cuda = on_device(case, "cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        verify(*on_cuda)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    verify(*on_cuda)
+    # A host read of a device value is an error during capture.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         answer = verify(*on_cuda)
