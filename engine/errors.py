@@ -38,3 +38,7 @@ class StepError(EyasError):
 
 class EngineDeadError(EyasError):
     """The engine core process is gone; its requests have failed and the replica must be replaced."""
+
+
+class TrainingError(EyasError):
+    """Draft training cannot go on: a loss is not finite. Earlier checkpoints are intact."""
