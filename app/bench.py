@@ -86,7 +86,9 @@ def measure(engine: StepEngine, plan: BenchPlan, clock: Callable[[], float]) -> 
     return cells
 
 
-def speedup_interval(seconds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+def speedup_interval(
+    seconds: Sequence[tuple[float, float]], num_resamples: int = NUM_RESAMPLES
+) -> tuple[float, float, float]:
     """Return plain over speculative time, and its bootstrap interval over paired rounds (fixed seed).
 
     `seconds` holds (plain, speculative) per round. Resampling pairs keeps what a round's prompts and the
@@ -95,9 +97,9 @@ def speedup_interval(seconds: Sequence[tuple[float, float]]) -> tuple[float, flo
     source = random.Random(0)  # noqa: S311 - statistics, not secrets
     ratios = sorted(
         _ratio(source.choices(seconds, k=len(seconds)))  # one resample
-        for _ in range(NUM_RESAMPLES)
+        for _ in range(num_resamples)
     )
-    tail = int(NUM_RESAMPLES * (1 - CONFIDENCE) / 2)
+    tail = int(num_resamples * (1 - CONFIDENCE) / 2)
     return _ratio(seconds), ratios[tail], ratios[-1 - tail]
 
 

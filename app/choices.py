@@ -24,7 +24,7 @@ def plan_requests(
     """Return the requests of a call; choice k of prompt i is number i * num_choices + k.
 
     `parameter` names the body's field that holds the prompts. Raises `RequestError` for an empty or over-long
-    prompt, a token id outside the vocabulary, an unknown tree, and a call of more than `max_requests`.
+    prompt, a token id outside the vocabulary, and a call of more than `max_requests`.
     """
     num_requests = len(prompts) * options.num_choices
     if num_requests > max_requests:
@@ -60,12 +60,6 @@ def _check_prompt(token_ids: tuple[int, ...], facts: EngineFacts, parameter: str
 def _check_sampling(sampling: SamplingParams, facts: EngineFacts) -> None:
     _check_token_ids(sampling.stop_token_ids, facts, "stop_token_ids")
     _check_token_ids([token_id for token_id, _ in sampling.logit_bias], facts, "logit_bias")
-    known = ("auto", "off", *(tree for tree in facts.trees if tree != "off"))
-    if sampling.speculation not in known:
-        raise RequestError(
-            f"speculation must be one of {', '.join(known)}, found {sampling.speculation[:40]!r}",
-            "speculation",
-        )
 
 
 def _check_token_ids(token_ids: Sequence[int], facts: EngineFacts, parameter: str) -> None:

@@ -13,7 +13,7 @@ from typing import TextIO
 from app.bench import PLAIN, BenchPlan, Cell, measure
 from app.bench_prompts import bench_prompts
 from app.config import EngineSection
-from app.local_model import LocalModel, check_length, check_tree
+from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
 from engine import ConfigError, EngineFacts, StepError
 
@@ -39,7 +39,6 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     prompts = bench_prompts(model.tokenizer, model.template, options.context)
     engine = model.engine()
     facts = engine.facts
-    check_tree(engine, options.tree, "--tree")
     check_length(max(map(len, prompts)), options.max_tokens, facts.max_model_len)
     if facts.draft_digest is None:
         raise ConfigError("no draft is loaded: name its folder with --draft, or use a model that ships one")

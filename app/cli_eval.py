@@ -10,7 +10,7 @@ from typing import TextIO
 
 from app.config import EngineSection
 from app.evaluation import Evaluation, evaluate
-from app.local_model import LocalModel, check_length, check_tree
+from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
 from app.prompt_file import read_prompts
 from engine import EngineFacts
@@ -26,7 +26,6 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     )
     prompts = [model.encode_chat(chat) for chat in chats]
     engine = model.engine()
-    check_tree(engine, options.tree, "--tree")
     check_length(max(map(len, prompts)), options.max_tokens, engine.facts.max_model_len)
     evaluation = evaluate(engine, prompts, options.tree, options.max_tokens)
     write = _json_report if options.json else text_report

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from app.call import Message
 from app.config import EngineSection
-from app.local_model import LocalModel, check_length, check_tree
+from app.local_model import LocalModel, check_length
 from app.offline import StepEngine, deltas
 from engine import IncrementalDetokenizer, Request, SamplingParams, SequenceDelta
 
@@ -46,7 +46,6 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         prompt = model.encode_chat([Message("user", options.prompt)])
     request = Request("generate", prompt, sampling)
     engine = model.engine()
-    check_tree(engine, options.speculation, "--speculation")
     check_length(len(prompt), options.max_tokens, engine.facts.max_model_len)
     summary = write_answer(engine, request, model, out, options.show_drafts and out.isatty())
     out.write(f"\n\n{summary}\n")

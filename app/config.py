@@ -88,8 +88,7 @@ class ServerConfig(_Section):
         if self.draft == NO_DRAFT:
             return None
         if self.draft == AUTO_DRAFT:
-            # A path never names a shipped draft, and an absolute one would replace the folder it is joined
-            # to.
+            # Compared, not joined: an absolute path would replace the folder it is joined to.
             shipped = [path.parent for path in SHIPPED_DRAFTS.glob("*/config.json")]
             return next((folder for folder in shipped if folder.name == self.model), None)
         folder = Path(self.draft).expanduser()

@@ -10,7 +10,7 @@ from app.call import Message
 from app.chat import ChatTemplate
 from app.config import EngineSection, ServerConfig
 from app.tokenizer import Tokenizer
-from engine import ConfigError, Engine, EngineConfig, RequestError
+from engine import Engine, EngineConfig, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,6 @@ class LocalModel:
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
-
-
-def check_tree(engine: Engine, tree: str, parameter: str) -> None:
-    """Raise `ConfigError` where the engine cannot run `tree`."""
-    known = ("auto", *engine.facts.trees)
-    if tree not in known:
-        raise ConfigError(f"{parameter} must be one of {', '.join(known)}, found {tree!r}")
 
 
 def check_length(prompt_len: int, max_tokens: int, max_model_len: int) -> None:

@@ -62,7 +62,7 @@ CHAT_FIELDS = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [258]),
     ("min_tokens", -1),
-    ("speculation", "no-such-tree"),
+    ("speculation", 8),
     ("stream_options", {"include_usage": True}),
     ("logprobs", True),
     ("top_logprobs", 3),

@@ -4,7 +4,6 @@ One server for the whole module; it must exit with 0 when it is told to stop.
 """
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -19,15 +18,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from tests.app.harness import events, write_model
+from tests.app.harness import events
+from tests.app.tiny_model import write_random_draft, write_random_model
 
 pytestmark = pytest.mark.e2e
 
 START_SECONDS = 120
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCAB = 32, 4, 2, 8, 64, 2, 258
 NUM_TOKENS = 200
 
 
@@ -40,49 +37,6 @@ class Server:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def write_random_model(folder: Path) -> None:
-    write_model(folder)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": MLP,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            f"{prefix}input_layernorm.weight": (HIDDEN,),
-            f"{prefix}post_attention_layernorm.weight": (HIDDEN,),
-            f"{prefix}self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-            f"{prefix}mlp.gate_proj.weight": (MLP, HIDDEN),
-            f"{prefix}mlp.up_proj.weight": (MLP, HIDDEN),
-            f"{prefix}mlp.down_proj.weight": (HIDDEN, MLP),
-        }
-    weights = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.3
-        for name, shape in shapes.items()
-    }
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -93,9 +47,12 @@ def free_port() -> int:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("tiny")
     write_random_model(folder)
+    draft = folder / "draft"
+    write_random_draft(draft)
     port = free_port()
     log = folder / "serve.txt"
-    flags = ["--model", str(folder), "--served-model-name", "tiny", "--port", str(port), "--dtype", "float32"]
+    flags = ["--model", str(folder), "--served-model-name", "tiny", "--draft", str(draft)]
+    flags += ["--port", str(port), "--dtype", "float32"]
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", "serve", *flags],
@@ -210,6 +167,9 @@ async def test_official_client_raises_the_right_errors(server: Server) -> None:
         with pytest.raises(openai.BadRequestError) as long:
             await client.completions.create(model="tiny", prompt="x" * 2000, stream=True)
         assert long.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError) as tree:
+            await client.completions.create(model="tiny", prompt="x", extra_body={"speculation": "oak"})
+        assert tree.value.param == "speculation"
         assert [model.id async for model in client.models.list()] == ["tiny"]
 
 
@@ -278,7 +238,7 @@ async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(se
 
 
 def core_of(server_pid: int) -> int:
-    """Return the process of the engine core that serves for `server_pid`, found by its session of Ray."""
+    """Return the engine core among the descendants of the server's process."""
     parents, cores = {}, []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

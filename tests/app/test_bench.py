@@ -1,0 +1,110 @@
+"""The benchmark's arithmetic: paired arms in ABBA order, ratios of times, intervals that cover the truth."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from app.bench import BenchPlan, Cell, measure, speedup_interval
+from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+from tests.app.harness import make_facts
+
+
+@dataclass
+class TimedEngine:
+    """Answers at once and moves a clock: 1 s a token plainly, half of it over a tree, two tokens a call."""
+
+    differing: frozenset[int] = frozenset()
+    now: float = 0.0
+    log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    facts: EngineFacts = field(default_factory=make_facts)
+    _queue: list[Request] = field(default_factory=list)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, request: Request) -> None:
+        self.log.append((request.sampling.speculation, request.prompt_token_ids))
+        self._queue.append(request)
+
+    def step(self) -> list[SequenceDelta]:
+        request = self._queue.pop(0)
+        is_plain = request.sampling.speculation == "off"
+        num_tokens = request.sampling.max_tokens
+        self.now += num_tokens * (1.0 if is_plain else 0.5)
+        first = request.prompt_token_ids[0]
+        is_other = not is_plain and first in self.differing
+        token_ids = (first + is_other,) * num_tokens
+        num_calls = num_tokens if is_plain else num_tokens // 2
+        return [SequenceDelta(request.request_id, token_ids, 0, FinishReason.LENGTH, num_calls, 0, 0, 0)]
+
+    def stats(self) -> EngineStats:
+        raise AssertionError("a benchmark counts what it got, not what the engine says")
+
+
+def make_plan(**fields: object) -> BenchPlan:
+    prompts = tuple((idx * 10, 1, 2) for idx in range(5))
+    defaults = {"prompts": prompts, "batches": (2,), "max_tokens": 10, "rounds": 3, "tree": "tree-8"}
+    return BenchPlan(**(defaults | fields))
+
+
+def make_cell(arm: str, rows: int, identical_rows: int) -> Cell:
+    return Cell(1, 5, arm, 1.0, 1.0, 1.0, 1.0, 1.0, rows, identical_rows)
+
+
+def test_cells_hold_the_ratios_of_what_was_timed() -> None:
+    engine = TimedEngine()
+    plain, speculative = measure(engine, make_plan(), lambda: engine.now)
+    assert (plain.arm, plain.batch, plain.context) == ("off", 2, 3)
+    assert (plain.tokens_per_second, plain.tokens_per_call, plain.speedup) == (1.0, 1.0, 1.0)
+    assert (plain.ci_low, plain.ci_high) == (1.0, 1.0)
+    assert (speculative.tokens_per_second, speculative.tokens_per_call, speculative.speedup) == (
+        2.0,
+        2.0,
+        2.0,
+    )
+    assert (speculative.ci_low, speculative.ci_high) == (2.0, 2.0)
+    assert (speculative.rows, speculative.identical_rows) == (6, 6)
+
+
+def test_arms_alternate_and_share_their_prompts() -> None:
+    engine = TimedEngine()
+    measure(engine, make_plan(batches=(1,), rounds=4), lambda: engine.now)
+    warm_up, timed = engine.log[:2], engine.log[2:]
+    assert [arm for arm, _ in warm_up] == ["off", "tree-8"]
+    arms = [arm for arm, _ in timed]
+    assert arms == ["off", "tree-8", "tree-8", "off", "off", "tree-8", "tree-8", "off"]
+    prompts = [prompt for _, prompt in timed]
+    assert prompts[::2] == prompts[1::2]
+    assert len(set(prompts)) == 4
+
+
+def test_rows_that_differ_are_counted() -> None:
+    engine = TimedEngine(differing=frozenset({10}))
+    _, speculative = measure(engine, make_plan(batches=(1,), rounds=5), lambda: engine.now)
+    assert (speculative.rows, speculative.identical_rows) == (5, 4)
+
+
+def test_interval_is_the_same_on_every_call_and_holds_the_ratio() -> None:
+    seconds = [(2.0, 1.0), (2.2, 1.3), (1.9, 0.8), (2.1, 1.1), (2.0, 1.2)]
+    ratio, low, high = speedup_interval(seconds)
+    assert speedup_interval(seconds) == (ratio, low, high)
+    assert low < ratio < high
+    assert ratio == pytest.approx(10.2 / 5.4)
+
+
+@pytest.mark.parametrize(("shift", "is_covered"), [(1.0, True), (1.3, False)])
+def test_interval_covers_the_true_ratio_and_not_a_wrong_one(shift: float, is_covered: bool) -> None:
+    """Over 200 repetitions of 12 noisy rounds; the wrong ratio is the control that must fail."""
+    source = random.Random(7)
+    truth = 1.5
+    num_covered = 0
+    for _ in range(200):
+        rounds = []
+        for _ in range(12):
+            mood = source.uniform(0.8, 1.2)  # a busy machine slows both arms of a round
+            rounds.append((truth * mood * source.gauss(1, 0.05), mood * source.gauss(1, 0.05)))
+        _, low, high = speedup_interval(rounds, num_resamples=200)
+        num_covered += low <= truth * shift <= high
+    assert (num_covered >= 170) == is_covered

@@ -1,0 +1,221 @@
+"""The command line: what it prints, its exit status, and one clear line where it fails."""
+
+import io
+import itertools
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from app.cli_bench import check_identity
+from app.cli_generate import Piece, pieces
+from app.cli_serve import failure_reason
+from app.tokenizer import Tokenizer
+from engine import FinishReason, IncrementalDetokenizer, SequenceDelta, StepError
+from tests.app.test_bench import make_cell
+from tests.app.tiny_model import write_random_draft, write_random_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_random_model(folder)
+    write_random_draft(folder / "draft")
+    return ["--model", str(folder), "--draft", str(folder / "draft"), "--dtype", "float32"]
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def expect_line(result: tuple[int, str, str], *parts: str) -> None:
+    """The command failed with one line that holds `parts`."""
+    status, out, err = result
+    assert status == 1
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+def test_generate_prints_the_answer_and_its_speed(
+    model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "hello", *model, "--max-tokens", "12"]
+    status, out, err = run(arguments, capsys)
+    assert (status, err) == (0, "")
+    assert "tokens/s" in out
+    assert "tokens per call" in out
+    assert "\x1b" not in run([*arguments, "--show-drafts"], capsys)[1], "colours without a terminal"
+
+
+@pytest.mark.parametrize("extra", [["--raw"], ["--temperature", "1", "--seed", "3"]])
+def test_generate_says_the_same_with_and_without_speculation(
+    model: list[str], capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    arguments = ["generate", "hello", *model, "--max-tokens", "40", *extra]
+    texts = {
+        run([*arguments, "--speculation", mode], capsys)[1].rpartition("\n\n")[0]
+        for mode in ("off", "tree-8")
+    }
+    assert len(texts) == 1
+
+
+def test_accepted_drafts_are_told_from_the_targets_own_token(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("abcé", add_special_tokens=False)
+    delta = SequenceDelta("r", token_ids[:3], 2, None, 1, 7, 2, 0)
+    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    assert list(pieces(detokenizer, delta)) == [Piece("ab", True), Piece("c", False)]
+    last = SequenceDelta("r", token_ids[3:], 1, FinishReason.LENGTH, 2, 14, 3, 0)
+    (piece,) = pieces(detokenizer, last)
+    assert piece == Piece("é", False), "a character belongs to the token that completes it"
+    assert Piece("x", True).coloured() == "\x1b[32mx\x1b[0m"
+
+
+def test_bench_writes_the_documented_json(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", *model, "--batch", "1,2", "--max-tokens", "6", "--rounds", "2", "--tree", "tree-8"]
+    status, out, err = run([*arguments, "--json"], capsys)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert {"cpu", "torch", "dtype", "threads"} <= report["environment"].keys()
+    assert [(cell["batch"], cell["arm"]) for cell in report["cells"]] == [
+        (1, "off"),
+        (1, "tree-8"),
+        (2, "off"),
+        (2, "tree-8"),
+    ]
+    expected = {"batch", "context", "arm", "tokens_per_second", "tokens_per_call", "speedup"}
+    assert all({*expected, "ci_low", "ci_high"} <= cell.keys() for cell in report["cells"])
+    assert report["identity"] == {"rows": 6, "identical_rows": 6, "share": 1.0}
+
+
+def test_bench_prints_a_table_at_the_asked_context(
+    model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", *model, "--batch", "1", "--max-tokens", "4", "--rounds", "1", "--context", "300"]
+    status, out, _ = run(arguments, capsys)
+    assert status == 0
+    (row,) = [line.split() for line in out.splitlines() if " auto " in line]
+    assert abs(int(row[1]) - 300) <= 4
+    assert "answers identical to plain decoding: 1 of 1" in out
+
+
+def test_answers_that_differ_are_an_error_in_float32_only() -> None:
+    cells = [make_cell("off", 4, 4), make_cell("tree-8", 4, 3)]
+    check_identity(cells, "bfloat16")
+    with pytest.raises(StepError, match="1 of 4 differ"):
+        check_identity(cells, "float32")
+
+
+def test_eval_reports_acceptance_by_depth(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["one", "two"]}\n{"prompt": "three"}\n{"prompt": "four"}\n')
+    arguments = ["eval", *model, "--prompts", str(prompts), "--tree", "chain-3", "--max-tokens", "30"]
+    status, out, err = run([*arguments, "--json", "--limit", "2"], capsys)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["num_prompts"] == 2
+    assert report["tokens_per_call"] == pytest.approx(report["num_tokens"] / report["num_calls"])
+    assert report["tokens_per_call"] > 1.05, "the draft is never right: the test shows nothing"
+    depths = report["acceptance_by_depth"]
+    assert depths[0]["reached"] == report["num_calls"]
+    assert all(left["accepted"] == right["reached"] for left, right in itertools.pairwise(depths))
+    assert "tokens per call" in run(arguments, capsys)[1]
+
+
+def test_pull_prints_the_folder(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["pull", model[1]], capsys) == (0, f"{model[1]}\n", "")
+
+
+def test_errors_are_one_line_each(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(*arguments: str) -> tuple[int, str, str]:
+        return run(list(arguments), capsys)
+
+    expect_line(failed("generate", "x", "--model", str(tmp_path)), "config.json")
+    expect_line(failed("generate", "x", *model, "--temperature", "-1"), "temperature")
+    expect_line(failed("generate", "x", *model, "--speculation", "oak"), "oak", "tree-8")
+    expect_line(failed("generate", "x" * 2000, *model), "context")
+    expect_line(failed("generate", "x", *model[:2], "--draft", str(tmp_path / "no")), "draft")
+    expect_line(failed("bench", *model[:2], "--draft", "none"), "no draft is loaded")
+    expect_line(failed("bench", *model, "--tree", "off"), "baseline")
+    expect_line(failed("eval", *model, "--prompts", str(tmp_path / "no")), "cannot read")
+    expect_line(failed("serve", "--config", str(tmp_path / "no")), "cannot read")
+    expect_line(
+        failed("serve", *model, "--speculation", "auto", "--max-num-seqs", "4", "--port", "0"), "port"
+    )
+    expect_line(failed("pull", "no-such-model"), "no-such-model")
+
+
+def test_taken_port_is_told_before_ray_starts(
+    model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("app.cli_serve._ray")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        result = run(["serve", *model, "--port", str(port)], capsys)
+    expect_line(result, str(port), "taken", "--port")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["bench", "--batch", "0"], ["bench", "--rounds", "x"], ["eval"], ["nonsense"]]
+)
+def test_wrong_usage_is_status_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_help_and_generate_do_not_load_ray(model: list[str]) -> None:
+    script = (
+        "import sys; from app.cli import main\n"
+        f"main({['generate', 'x', *model, '--max-tokens', '1']!r})\n"
+        "assert 'ray' not in sys.modules and 'fastapi' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_reader_that_leaves_ends_the_command_quietly(model: list[str]) -> None:
+    command = [sys.executable, "-m", "app.cli", "generate", "x", *model, "--max-tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+def test_interrupt_ends_the_command_quietly(model: list[str]) -> None:
+    command = [sys.executable, "-m", "app.cli", "generate", "x", *model, "--max-tokens", "900"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == ""
+    assert process.returncode == 130
+
+
+def test_reason_of_a_failed_start_is_the_engines_own() -> None:
+    report = io.StringIO(
+        "Traceback (most recent call last):\n  ...\n"
+        "ray.exceptions.RayTaskError(ModelLoadError): ray::Replica\n"
+        "engine.errors.ModelLoadError: model.safetensors must hold 10 bytes, found 3: is it truncated?\n"
+    ).getvalue()
+    assert str(failure_reason(report)) == "model.safetensors must hold 10 bytes, found 3: is it truncated?"
+    assert "it burnt" in str(failure_reason("Traceback\nOSError: it burnt\n"))

@@ -1,0 +1,97 @@
+"""What Ray's handle raises reaches the ingress as our errors, and a stream that is left is cancelled."""
+
+import asyncio
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from app.call import CallOptions, CompletionCall
+from engine import CapacityError, EngineDeadError, SamplingParams
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own deprecated use of pydantic, while it is imported
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import BackPressureError
+
+    from app.main import HandleBackend
+
+CALL = CompletionCall(
+    ("x",), CallOptions("tiny", SamplingParams(), None, 1, (), False, True, True, False, False)
+)
+
+
+class FakeResponse:
+    """Yields two messages, then raises `error` or waits for ever."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self._num_left = 2
+        self.is_cancelled = False
+
+    def __aiter__(self) -> "FakeResponse":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._num_left == 0:
+            if self._error is None:
+                await asyncio.Event().wait()
+            assert self._error is not None
+            raise self._error
+        self._num_left -= 1
+        return b"data"
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class FakeHandle:
+    def __init__(self, response: FakeResponse | None = None, error: Exception | None = None) -> None:
+        self._response, self._error = response, error
+
+    def options(self, stream: bool) -> "FakeHandle":
+        assert stream
+        return self
+
+    @property
+    def completions(self) -> "FakeHandle":
+        return self
+
+    chat = card = check_health = completions
+
+    def remote(self, *arguments: object) -> object:
+        if self._response is not None:
+            return self._response
+
+        async def fail() -> None:
+            assert self._error is not None
+            raise self._error
+
+        return fail()
+
+
+ERRORS: list[tuple[Callable[[], Exception], type[Exception]]] = [
+    (RayActorError, EngineDeadError),
+    (lambda: BackPressureError(num_queued_requests=1, max_queued_requests=1), CapacityError),
+]
+
+
+@pytest.mark.parametrize(("make_error", "expected"), ERRORS)
+async def test_error_of_ray_becomes_ours(
+    make_error: Callable[[], Exception], expected: type[Exception]
+) -> None:
+    backend = HandleBackend(FakeHandle(FakeResponse(make_error())))
+    messages = backend.completions(CALL, "id")
+    assert [await anext(messages), await anext(messages)] == [b"data", b"data"]
+    with pytest.raises(expected):
+        await anext(messages)
+    with pytest.raises(expected):
+        await HandleBackend(FakeHandle(error=make_error())).check_health()
+
+
+async def test_stream_that_is_left_is_cancelled() -> None:
+    response = FakeResponse(None)
+    messages = HandleBackend(FakeHandle(response)).chat(CALL, "id")
+    assert await anext(messages) == b"data"
+    await messages.aclose()
+    assert response.is_cancelled
