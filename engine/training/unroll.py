@@ -7,7 +7,6 @@ Losses are left to `losses`, the trees that the ranks would accept to `evaluate`
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.draft.head import DraftHead
