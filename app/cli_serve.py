@@ -127,7 +127,7 @@ def _ray(config: ServerConfig) -> Iterator[None]:
 
 @contextmanager
 def _application(config: ServerConfig) -> Iterator[None]:
-    """Run the application; at the end its replicas finish their streams before Serve stops."""
+    """Run the application; at the end its replicas finish their streams first."""
     from ray import serve
 
     from app.main import build
@@ -145,5 +145,4 @@ def _application(config: ServerConfig) -> Iterator[None]:
         yield
     finally:
         sys.stderr.write("stopping when the running streams have ended; again to stop at once\n")
-        serve.delete(APPLICATION)
-        serve.shutdown()
+        serve.delete(APPLICATION)  # the rest of Serve ends with its Ray

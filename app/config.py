@@ -88,8 +88,10 @@ class ServerConfig(_Section):
         if self.draft == NO_DRAFT:
             return None
         if self.draft == AUTO_DRAFT:
-            shipped = SHIPPED_DRAFTS / self.model
-            return shipped if (shipped / "config.json").is_file() else None
+            # A path never names a shipped draft, and an absolute one would replace the folder it is joined
+            # to.
+            shipped = [path.parent for path in SHIPPED_DRAFTS.glob("*/config.json")]
+            return next((folder for folder in shipped if folder.name == self.model), None)
         folder = Path(self.draft).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"draft must be a folder, {AUTO_DRAFT} or {NO_DRAFT}, found {self.draft!r}")

@@ -130,8 +130,8 @@ class Verification:
     path: [B, D + 1] int64, the node ids of the accepted path from the root (path[:, 0] == 0), padded by
     repeating the last accepted node. num_accepted: [B] int64 counts drafts only. next_token: [B] int64 is the
     bonus or residual token. token_ids: [B, D + 1] int64, the emitted tokens: accepted drafts, then next_token
-    at index num_accepted, then -1. is_finite: [B] bool is False where a logit row on the path held NaN or had
-    no finite entry: nothing is accepted there.
+    at index num_accepted, then -1. is_finite: [B] bool is False where a logit row on the path held NaN or
+    +inf or had no finite entry: nothing is accepted there, and next_token is 0.
     """
 
     path: Tensor

@@ -21,12 +21,13 @@ from engine.speculation import DraftOutput, TreeTensors
 
 @dataclass(frozen=True, slots=True)
 class AlignWindow:
-    """The last A positions of each row up to its root, of which the pending ones lack draft K/V.
+    """A consecutive positions of each row, of which the pending ones lack draft K/V; before them it is
+    cached.
 
-    positions: [B, A] int64, the root last; is_pending: [B, A] bool, always True at the root. token_ids: [B,
-    A] int64; features: [B, A, F], the target's taps of the position before. The cached window is
-    [prefix_start, prefix_end), both [B] int64, where prefix_end is the first pending position. block_tables:
-    [B, P] int64 reach past the root.
+    positions: [B, A] int64, ending at the root where a tree is drafted; is_pending: [B, A] bool, True at the
+    last. token_ids: [B, A] int64; features: [B, A, F], the target's taps of the position before. The cached
+    window is [prefix_start, prefix_end), both [B] int64, where prefix_end is the first pending position.
+    block_tables: [B, P] int64 reach past the root.
     """
 
     positions: Tensor
@@ -51,12 +52,8 @@ class TreeDrafter(Protocol):
     output.
     """
 
-    def fill(
-        self, token_ids: Tensor, features: Tensor, start: int, draft_start: Tensor, block_table: Tensor
-    ) -> None:
-        """Take note of T prompt tokens [T] at positions from `start`, each with the features [T, F] of the
-        token before it; draft_start: [1] int64, the first position with draft K/V; block_table: [1, P] int64.
-        """
+    def fill(self, window: AlignWindow) -> None:
+        """Take note of the pending positions of a stretch of prompt, a window of one row."""
 
     def draft(
         self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
@@ -81,26 +78,8 @@ class Drafter:
         self.backend = backend
         self.block_size = block_size
 
-    def fill(
-        self, token_ids: Tensor, features: Tensor, start: int, draft_start: Tensor, block_table: Tensor
-    ) -> None:
-        """Cache T pairs of one prompt at positions start..start + T - 1, of which the earlier ones are
-        cached.
-
-        token_ids: [T] int64; features: [T, F] of the position before each token; draft_start: [1] int64, the
-        first position with draft K/V; block_table: [1, P] int64.
-        """
-        num_tokens = token_ids.shape[0]
-        positions = torch.arange(start, start + num_tokens, device=token_ids.device)[None]
-        window = AlignWindow(
-            positions=positions,
-            is_pending=torch.ones_like(positions, dtype=torch.bool),
-            token_ids=token_ids[None],
-            features=features[None],
-            prefix_start=draft_start,
-            prefix_end=positions[:, 0],
-            block_tables=block_table,
-        )
+    def fill(self, window: AlignWindow) -> None:
+        """Cache the pending pairs of `window`."""
         self._align(window)
 
     def draft(

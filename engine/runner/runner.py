@@ -141,13 +141,10 @@ class ModelRunner:
 
     def _note_chunk(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor, hidden: Tensor) -> None:
         """Keep a chunk's features, and let the draft cache the pairs they make with the tokens after them."""
-        self._state.note_prefill(chunk.slot, chunk.start, token_ids, features, hidden)
         if self._drafter is not None:
-            following = torch.cat((token_ids[1:], self._tensor([chunk.next_token_id])))
-            slot = slice(chunk.slot, chunk.slot + 1)
-            num_blocks = self._num_blocks(chunk.start + len(chunk.token_ids) + 1)
-            table, draft_start = self._state.block_tables[slot, :num_blocks], self._state.draft_start[slot]
-            self._drafter.fill(following, features, chunk.start + 1, draft_start, table)
+            following = torch.cat((token_ids, self._tensor([chunk.next_token_id])))
+            self._drafter.fill(self._state.prompt_window(chunk, following, features, self._shape.block_size))
+        self._state.note_prefill(chunk, token_ids, features, hidden)
 
     def _chunk_layout(self, chunk: PrefillChunk) -> AttentionLayout:
         """Every token of a chunk reads the cached prompt before it and the chunk up to itself."""

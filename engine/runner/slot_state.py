@@ -8,7 +8,7 @@ dummy.
 import torch
 from torch import Tensor
 
-from engine.batch import DUMMY_SLOT, Admission, BlockGrowth
+from engine.batch import DUMMY_SLOT, Admission, BlockGrowth, PrefillChunk
 from engine.draft.drafter import AlignWindow
 from engine.request import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, SamplingParams
 from engine.speculation import SamplingTensors, Verification
@@ -111,18 +111,40 @@ class SlotState:
             list(growth.block_ids), torch.int64
         )
 
-    def note_prefill(
-        self, slot: int, start: int, token_ids: Tensor, features: Tensor, hidden: Tensor
-    ) -> None:
-        """Keep the last W features and tokens of a chunk [T] at positions from `start`, and whether it was
+    def note_prefill(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor, hidden: Tensor) -> None:
+        """Keep the last W tokens [T] and features [T, F] of a chunk, and whether its hidden [T, H] is
         finite.
         """
         kept = min(self.window, token_ids.shape[0])
-        end = start + token_ids.shape[0]
+        end = chunk.start + token_ids.shape[0]
         columns = torch.arange(end - kept, end, device=self.device) % self.window
-        self.features[slot, columns] = features[-kept:]
-        self.tokens[slot, columns] = token_ids[-kept:]
-        self.is_finite[slot] &= hidden.isfinite().all()
+        self.features[chunk.slot, columns] = features[-kept:]
+        self.tokens[chunk.slot, columns] = token_ids[-kept:]
+        self.is_finite[chunk.slot] &= hidden.isfinite().all()
+
+    def prompt_window(
+        self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor, block_size: int
+    ) -> AlignWindow:
+        """Return the pairs that a chunk of T tokens completes, its own and the one of the token after it.
+
+        token_ids: [T + 1] int64; features: [T, F]. The first token's pair takes the feature kept before the
+        chunk, which is zero at position 0. Positions before `store_from` belong to shared blocks and are not
+        pending.
+        """
+        num_tokens = token_ids.shape[0]
+        before = self.features[chunk.slot, (chunk.start - 1) % self.window]
+        positions = torch.arange(chunk.start, chunk.start + num_tokens, device=self.device)[None]
+        num_blocks = -(-(chunk.start + num_tokens) // block_size)
+        row = slice(chunk.slot, chunk.slot + 1)
+        return AlignWindow(
+            positions=positions,
+            is_pending=positions >= chunk.store_from,
+            token_ids=token_ids[None],
+            features=torch.cat((before[None], features))[None],
+            prefix_start=self.draft_start[row],
+            prefix_end=self._row([max(chunk.start, chunk.store_from)], torch.int64),
+            block_tables=self.block_tables[row, :num_blocks],
+        )
 
     def align_window(self, slots: Tensor, width: int, block_tables: Tensor) -> AlignWindow:
         """Return the last `width` positions of rows `slots` [B], and count them as cached in the draft from

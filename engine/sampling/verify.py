@@ -156,7 +156,8 @@ def _verification(path: Tensor, tokens: Tensor, peaks: Tensor, is_open: Tensor) 
 
     A row that met a level without a finite largest logit accepts nothing and emits token 0, a valid id.
     """
-    is_finite = (peaks.isfinite() | ~is_open).all(1)
+    # A stopped row reads its last node again, so levels it did not reach repeat the finding.
+    is_finite = peaks.isfinite().all(1)
     is_reached = is_open & is_finite[:, None]
     is_reached[:, 0] = True
     num_accepted = is_reached.sum(1) - 1

@@ -146,8 +146,8 @@ def content_keys(conversations: Conversations) -> Tensor:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Scramble int64 values by the finalizer of splitmix64; the shifts bring in sign bits, which does not
-    hurt.
+    """Scramble int64 values (the finalizer of splitmix64; the shifts bring in sign bits, which is
+    harmless).
     """
     values = (values ^ (values >> 30)) * -4658895280553007687
     values = (values ^ (values >> 27)) * -7723592293110705685

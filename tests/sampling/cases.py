@@ -1,17 +1,19 @@
-"""Sampling tensors from plain values, plain references for truncation, and the chi-square test of a law.
+"""Sampling tensors from plain values, batches to verify, and plain references for truncation.
 
 What is tested is left to the test files.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
-from scipy import stats
 from torch import Tensor
 
-from engine.speculation import SamplingTensors
+from engine.speculation import DraftOutput, SamplingTensors, TreeTensors
+from engine.tree.topology import TreeTopology, chain, root_only
 
 Values = float | Sequence[float]
+WIDE = TreeTopology("wide", (-1, 0, 0, 0, 1, 1, 3, 3, 6, 7, 7))
 
 
 def sampling_tensors(
@@ -100,31 +102,34 @@ def target_probs(
     return scaled.softmax(-1).reshape(logits.shape)
 
 
-def law_p_value(counts: Tensor, law: Tensor) -> float:
-    """Return the chi-square p-value of counts [G, K] under the laws [G, K], each given its group's total.
-
-    Cells that expect fewer than 5 are pooled within their group; an impossible cell with a count gives 0.
-    """
-    counts, law = counts.double(), law.double()
-    if bool((counts[law <= 0] > 0).any()):
-        return 0.0
-    statistic, freedom = 0.0, 0
-    for observed, probs in zip(counts, law, strict=True):
-        expected = observed.sum() * probs
-        is_sparse = expected < 5
-        observed = torch.cat((observed[~is_sparse], observed[is_sparse].sum()[None]))
-        expected = torch.cat((expected[~is_sparse], expected[is_sparse].sum()[None]))
-        is_used = expected >= 5
-        if int(is_used.sum()) < 2:
-            continue
-        statistic += float(((observed - expected)[is_used] ** 2 / expected[is_used]).sum())
-        freedom += int(is_used.sum()) - 1
-    assert freedom > 0, "no group has enough draws to test"
-    return float(stats.chi2.sf(statistic, freedom))
-
-
-def count_pairs(groups: Tensor, cells: Tensor, num_groups: int, num_cells: int) -> Tensor:
-    """Return [num_groups, num_cells]: how often each (group, cell) occurs."""
-    return torch.bincount(groups * num_cells + cells, minlength=num_groups * num_cells).view(
-        num_groups, num_cells
+def random_case(
+    mode: str, **fields: object
+) -> tuple[Tensor, DraftOutput, TreeTensors, SamplingTensors, Tensor]:
+    """Return the arguments of `verify` for 40 rows over four trees, with random drafts."""
+    generator = torch.Generator().manual_seed(8)
+    rows, vocab = 40, 5
+    topologies = (WIDE, chain(3), root_only(), TreeTopology("star", (-1, 0, 0, 0, 0))) * (rows // 4)
+    tree = TreeTensors.build(topologies, 12, torch.device("cpu"))
+    logits = torch.randn(rows, 12, vocab, generator=generator)
+    tokens = torch.randint(0, vocab, (rows, 12), generator=generator)
+    probs = torch.rand(rows, 12, vocab, generator=generator).softmax(-1) if mode == "sampled drafts" else None
+    sampling = sampling_tensors(rows, vocab, seed=torch.arange(rows), **fields)
+    return (
+        logits,
+        DraftOutput(tokens.masked_fill(~tree.is_node, -1), probs),
+        tree,
+        sampling,
+        torch.arange(rows),
     )
+
+
+def on_device(value: object, device: str) -> object:
+    """Return `value` with every tensor inside it on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(on_device(item, device) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: on_device(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value

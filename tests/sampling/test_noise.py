@@ -117,14 +117,3 @@ def test_uniform_reaches_zero_and_stays_below_one(monkeypatch: pytest.MonkeyPatc
     assert draws[1] == 2.0**-32
     assert draws[2] == 0.5
     assert draws[3] < 1
-
-
-@pytest.mark.gpu
-def test_words_on_cuda_equal_those_on_the_cpu() -> None:
-    seed, position = torch.tensor([-5, 2**62, 1]), torch.tensor([1, 2**35, 100_000])
-    on_cpu = uniform(seed, position, 128_256, Stream.TARGET)
-    assert torch.equal(uniform(seed.cuda(), position.cuda(), 128_256, Stream.TARGET).cpu(), on_cpu)
-    noise_gap = gumbel(seed.cuda(), position.cuda(), 128_256, Stream.TARGET).cpu()
-    torch.testing.assert_close(
-        noise_gap, gumbel(seed, position, 128_256, Stream.TARGET), rtol=1e-6, atol=1e-6
-    )

@@ -7,7 +7,8 @@ import torch
 
 from engine.sampling.noise import Stream, gumbel
 from engine.sampling.sampler import draw, sample_children
-from tests.sampling.cases import law_p_value, sampling_tensors
+from tests.sampling.cases import sampling_tensors
+from tests.sampling.laws import law_p_value
 
 NUM_DRAWS = 200_000
 LOGITS = torch.tensor([1.5, 0.0, -torch.inf, 0.7, -2.0, 0.7, -4.0])

@@ -1,0 +1,300 @@
+"""`eyas serve` from outside: a tiny random model behind Ray Serve, asked by the official client.
+
+One server for the whole module; it must exit with 0 when it is told to stop.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.app.harness import events, write_model
+
+pytestmark = pytest.mark.e2e
+
+START_SECONDS = 120
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCAB = 32, 4, 2, 8, 64, 2, 258
+NUM_TOKENS = 200
+
+
+@dataclass(frozen=True)
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def write_random_model(folder: Path) -> None:
+    write_model(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            f"{prefix}input_layernorm.weight": (HIDDEN,),
+            f"{prefix}post_attention_layernorm.weight": (HIDDEN,),
+            f"{prefix}self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"{prefix}mlp.gate_proj.weight": (MLP, HIDDEN),
+            f"{prefix}mlp.up_proj.weight": (MLP, HIDDEN),
+            f"{prefix}mlp.down_proj.weight": (HIDDEN, MLP),
+        }
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.3
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_random_model(folder)
+    port = free_port()
+    log = folder / "serve.txt"
+    flags = ["--model", str(folder), "--served-model-name", "tiny", "--port", str(port), "--dtype", "float32"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", "serve", *flags],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while f"serving tiny at http://127.0.0.1:{port}/v1" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield Server(process, f"http://127.0.0.1:{port}")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def stream_body(seed: int, **fields: object) -> dict[str, object]:
+    body = {
+        "model": "tiny",
+        "prompt": [10, 20, 30, seed + 40],
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return body | fields
+
+
+async def stream_pieces(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> AsyncIterator[str]:
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for piece in response.aiter_text():
+            yield piece
+
+
+async def read_stream(
+    client: httpx.AsyncClient, url: str, body: dict[str, object]
+) -> list[dict[str, object]]:
+    return events("".join([piece async for piece in stream_pieces(client, url, body)]))
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Return the samples of /metrics without model and replica labels."""
+    samples = {}
+    for line in httpx.get(f"{url}/metrics", timeout=20).text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            samples[re.sub(r'(model|replica)="[^"]*",?', "", name).replace(",}", "}")] = float(value)
+    return samples
+
+
+def num_blocks(samples: dict[str, float], state: str) -> float:
+    return samples[f'eyas_kv_blocks{{state="{state}"}}']
+
+
+def until(is_true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.1)
+
+
+async def test_official_client_gets_the_same_chat_streamed_and_whole(server: Server) -> None:
+    async with server.client() as client:
+        arguments = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_completion_tokens": 40,
+            "seed": 3,
+            "extra_body": {"ignore_eos": True},
+        }
+        whole = await client.chat.completions.create(**arguments)
+        assert whole.choices[0].finish_reason == "length"
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 40
+        stream = await client.chat.completions.create(
+            **arguments, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-1].usage == whole.usage.model_copy(
+            update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+        )
+
+
+async def test_official_client_gets_the_same_completion_streamed_and_whole(server: Server) -> None:
+    async with server.client() as client:
+        arguments = {"model": "tiny", "prompt": ["ab", "cd"], "n": 2, "max_tokens": 20, "seed": 5}
+        whole = await client.completions.create(**arguments)
+        assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+        texts = dict.fromkeys(range(4), "")
+        async for chunk in await client.completions.create(**arguments, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == {choice.index: choice.text for choice in whole.choices}
+
+
+async def test_official_client_raises_the_right_errors(server: Server) -> None:
+    async with server.client() as client:
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.completions.create(model="other", prompt="x")
+        assert unknown.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.completions.create(model="tiny", prompt="x" * 2000, stream=True)
+        assert long.value.code == "context_length_exceeded"
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_sixteen_streams_equal_the_same_answers_alone(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=32)) as client:
+        together = await asyncio.gather(
+            *(read_stream(client, server.url, stream_body(seed)) for seed in range(16))
+        )
+        alone = [await read_stream(client, server.url, stream_body(seed)) for seed in (0, 15)]
+    for chunks in together:
+        assert chunks[-1]["usage"]["completion_tokens"] == NUM_TOKENS
+    for left, right in ((together[0], alone[0]), (together[15], alone[1])):
+        assert text_of(left) == text_of(right)
+
+
+def text_of(chunks: list[dict[str, object]]) -> str:
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+
+
+async def test_clients_that_leave_give_their_blocks_back_and_the_others_end(server: Server) -> None:
+    before = await asyncio.to_thread(scrape, server.url)
+    total = sum(num_blocks(before, state) for state in ("free", "held", "cached"))
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=32)) as client:
+
+        async def leave_early(seed: int) -> None:
+            num_pieces = 0
+            async for _ in stream_pieces(client, server.url, stream_body(seed, max_tokens=900)):
+                num_pieces += 1
+                if num_pieces == 3:
+                    return
+
+        survivors = [
+            asyncio.create_task(read_stream(client, server.url, stream_body(seed))) for seed in range(8)
+        ]
+        await asyncio.gather(*(leave_early(seed) for seed in range(100, 108)))
+        for chunks in await asyncio.gather(*survivors):
+            assert chunks[-1]["usage"]["completion_tokens"] == NUM_TOKENS
+
+    def is_idle() -> bool:
+        samples = scrape(server.url)
+        return samples["eyas_requests_running{}"] == 0 and samples["eyas_requests_waiting{}"] == 0
+
+    await asyncio.to_thread(until, is_idle, 5)
+    after = await asyncio.to_thread(scrape, server.url)
+    assert num_blocks(after, "held") == 0
+    assert sum(num_blocks(after, state) for state in ("free", "held", "cached")) == total
+    aborted = 'eyas_sequences_total{outcome="aborted"}'
+    assert after[aborted] - before[aborted] == 8
+
+
+async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        pieces = []
+        async for piece in stream_pieces(client, server.url, stream_body(1, max_tokens=1000)):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                os.kill(core_of(server.process.pid), signal.SIGKILL)
+        *_, last = events("".join(pieces))
+        assert last["error"]["code"] == "engine_unavailable"
+
+        def is_back() -> bool:
+            body = stream_body(1, max_tokens=5)
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+
+        await asyncio.to_thread(until, is_back, 90)
+
+
+def core_of(server_pid: int) -> int:
+    """Return the process of the engine core that serves for `server_pid`, found by its session of Ray."""
+    parents, cores = {}, []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                stat = (folder / "stat").read_text()
+                command = (folder / "cmdline").read_bytes()
+            except OSError:  # it ended while we looked
+                continue
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+            if b"engine.core" in command:
+                cores.append(int(folder.name))
+
+    def descends(pid: int) -> bool:
+        while pid in parents and pid != server_pid:
+            pid = parents[pid]
+        return pid == server_pid
+
+    (core,) = [pid for pid in cores if descends(pid)]
+    return core
