@@ -8,7 +8,8 @@ import torch
 
 from engine.batch import StepPlan
 from engine.request import Request
-from engine.runner.runner import ModelRunner, StepHandle
+from engine.runner.runner import ModelRunner
+from engine.runner.step_handle import StepHandle
 from engine.tree.topology import TreeTopology
 from tests.exactness.oracle import FIRST, LAST, VARYING, AdversarialDrafter, ChooseRank, OracleDrafter
 from tests.exactness.tiny import (
