@@ -33,8 +33,9 @@ format: setup  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 
+# Torch comes from the configured index: its CPU build where the index has one (README, "Install").
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); set PYTHON=..." >&2; exit 1; }

@@ -88,7 +88,12 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
     Plain("eyas_draft_tokens_total", "draft tokens verified", lambda s: s.num_drafted),
     Plain("eyas_accepted_draft_tokens_total", "draft tokens kept", lambda s: s.num_accepted),
     Labelled("eyas_accepted_draft_tokens_by_depth_total", "draft tokens kept, by depth", "depth", _by_depth),
-    Labelled("eyas_steps_by_tree_total", "decode steps by topology", "tree", lambda s: s.steps_by_tree),
+    Labelled(
+        "eyas_steps_by_tree_total",
+        "decode rows by topology, a row once per step",
+        "tree",
+        lambda s: s.steps_by_tree,
+    ),
     Plain("eyas_prompt_tokens_total", "prompt tokens", lambda s: s.num_prompt_tokens),
     # rate(eyas_prefix_hit_tokens_total[5m]) / rate(eyas_prompt_tokens_total[5m]) is the prefix hit rate
     Plain(

@@ -1,6 +1,6 @@
 """Everything one step needs, as plain picklable data, and what a step answers.
 
-Device tensors are built from it in `runner/inputs` only.
+Device tensors are built from it in `runner` only.
 """
 
 from dataclasses import dataclass
@@ -91,10 +91,13 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to a `StepPlan`, one `RowResult` per decode row, in the plan's order."""
+    """The answer to a `StepPlan`, one `RowResult` per decode row, in the plan's order; `seconds` is how
+    long the device worked on it.
+    """
 
     step_idx: int
     rows: tuple[RowResult, ...]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

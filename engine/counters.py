@@ -41,8 +41,9 @@ class Counters:
             for depth in range(delta.num_accepted_in_step):
                 self.accepted_by_depth[depth] += 1
             if delta.finish_reason is not None:
-                self.num_finished += 1
-                self.num_failed += delta.finish_reason is FinishReason.ERROR
+                is_failed = delta.finish_reason is FinishReason.ERROR
+                self.num_failed += is_failed
+                self.num_finished += not is_failed
                 self.num_prefix_hit_tokens += delta.num_prefix_hits
 
     def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:

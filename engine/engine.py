@@ -5,7 +5,6 @@ It speaks token ids only; text, HTTP and processes are left to its callers.
 
 import dataclasses
 import logging
-import time
 from dataclasses import dataclass
 
 from engine.batch import Load, RowStats, SequenceDelta, StepPlan, StepStats
@@ -16,7 +15,8 @@ from engine.errors import RequestError
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
 from engine.request import Request, Sequence
-from engine.runner.runner import ModelRunner, StepHandle
+from engine.runner.runner import ModelRunner
+from engine.runner.step_handle import StepHandle
 from engine.runner.worker import build_worker
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from engine.stats import EngineFacts, EngineStats
@@ -35,7 +35,6 @@ class _InFlight:
     handle: StepHandle
     plan: StepPlan
     load: Load
-    started: float
 
 
 class Engine:
@@ -111,8 +110,7 @@ class Engine:
         plan = self._scheduler.schedule(self._dispatcher.choose(load))
         launched = None
         if plan is not None:
-            started = time.perf_counter()
-            launched = _InFlight(self._runner.launch(plan), plan, load, started)
+            launched = _InFlight(self._runner.launch(plan), plan, load)
         deltas = () if self._in_flight is None else self._collect(self._in_flight)
         self._in_flight = launched
         return deltas
@@ -126,13 +124,12 @@ class Engine:
     def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
         result = flight.handle.collect()
         deltas = self._scheduler.commit(result)
-        seconds = time.perf_counter() - flight.started
         rows = tuple(
             RowStats(row.topology, len(answer.token_ids) - 1)
             for row, answer in zip(flight.plan.rows, result.rows, strict=True)
         )
         num_prefill = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
-        stats = StepStats(flight.plan.step_idx, flight.load, rows, num_prefill, seconds)
+        stats = StepStats(flight.plan.step_idx, flight.load, rows, num_prefill, result.seconds)
         self._dispatcher.observe(stats)
         self._counters.observe(stats, deltas)
         self._warn_if_nothing_accepted()

@@ -1,6 +1,6 @@
 """The draft network: an EAGLE head that predicts the token after next from a token and a target feature.
 
-Walking a tree with it is left to `drafter`; its vocabulary map to `vocab`.
+Walking a tree with it is left to `drafter`.
 """
 
 from typing import cast

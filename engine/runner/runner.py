@@ -4,13 +4,13 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout
-from engine.batch import PrefillChunk, RowResult, StepPlan, StepResult
+from engine.batch import PrefillChunk, StepPlan
 from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
@@ -18,6 +18,7 @@ from engine.kvcache.tree_scratch import TreeScratch
 from engine.model.llama import LlamaForCausalLM, TargetOutput
 from engine.request import SamplingParams
 from engine.runner.slot_state import SlotState
+from engine.runner.step_handle import StepHandle, StepTimer
 from engine.sampling.verify import verify
 from engine.speculation import DraftOutput, SamplingTensors, TreeTensors, Verification
 from engine.tree.topology import MAX_NODES, TreeTopology
@@ -35,38 +36,8 @@ class RunnerShape:
     draft_mode: DraftMode
 
 
-class StepHandle:
-    """A launched step, whose answer may still be on its way from the device."""
-
-    def __init__(self, step_idx: int, token_ids: Tensor, is_finite: Tensor) -> None:
-        self._step_idx = step_idx
-        self._token_ids, self._is_finite = token_ids, is_finite
-        self._ready: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            # Through pinned memory behind an event: the host reads a finished copy and never stalls the
-            # stream.
-            self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._is_finite = torch.empty(is_finite.shape, dtype=is_finite.dtype, pin_memory=True)
-            self._token_ids.copy_(token_ids, non_blocking=True)
-            self._is_finite.copy_(is_finite, non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
-
-    def collect(self) -> StepResult:
-        """Wait for the step and return what it emitted."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        rows = zip(self._token_ids.tolist(), self._is_finite.tolist(), strict=True)
-        return StepResult(
-            self._step_idx,
-            tuple(
-                RowResult(tuple(token for token in tokens if token >= 0), finite) for tokens, finite in rows
-            ),
-        )
-
-
 class ModelRunner:
-    """Owns the networks and every tensor of the engine; `launch` never waits for the device."""
+    """Owns the networks and every tensor of the engine; `launch` reads nothing back from the device."""
 
     def __init__(
         self,
@@ -102,6 +73,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. The answer holds a row per decode row of the plan."""
+        timer = StepTimer(self.device)
         for admission in plan.admissions:
             self._state.admit(admission, self._eos_token_ids)
             self._params[admission.slot] = admission.sampling
@@ -112,8 +84,9 @@ class ModelRunner:
             self._prefill(plan.chunks)
         if not plan.rows:
             nothing = torch.empty(0, 0, dtype=torch.int64)
-            return StepHandle(plan.step_idx, nothing, torch.empty(0, dtype=torch.bool))
-        return self._decode(plan)
+            return StepHandle(plan.step_idx, nothing, torch.empty(0, dtype=torch.bool), timer)
+        verification = self._decode(plan)
+        return StepHandle(plan.step_idx, verification.token_ids, verification.is_finite, timer)
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Cache the K/V of every chunk in one pass over their tokens side by side."""
@@ -154,7 +127,7 @@ class ModelRunner:
         causal = torch.ones(1, size, size, dtype=torch.bool, device=self.device).tril()
         return AttentionLayout(table, window, window + chunk.start, causal)
 
-    def _decode(self, plan: StepPlan) -> StepHandle:
+    def _decode(self, plan: StepPlan) -> Verification:
         """Draft, verify and commit one tree per row."""
         host_slots = [row.slot for row in plan.rows]
         slots = self._tensor(host_slots)
@@ -169,9 +142,8 @@ class ModelRunner:
         logits = self._target.logits(output.hidden).view(len(host_slots), tree.num_nodes, -1)
         verification = verify(logits, draft, tree, sampling, root_positions)
         self._commit(verification, output, slots, tables, sampling.is_penalized)
-        return StepHandle(
-            plan.step_idx, verification.token_ids, verification.is_finite & self._state.is_finite[slots]
-        )
+        is_finite = verification.is_finite & self._state.is_finite[slots]
+        return replace(verification, is_finite=is_finite)
 
     def _draft(
         self,

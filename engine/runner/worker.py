@@ -93,7 +93,7 @@ def build_worker(config: EngineConfig) -> Worker:
             max_num_seqs=config.max_num_seqs,
             block_size=config.block_size,
             num_blocks=num_blocks - 1,
-            trees=library.names,
+            trees=(*library.names, *(f"chain-{depth}" for depth in range(1, library.max_depth + 1))),
         ),
     )
 

@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class Conversations:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (token_ids, is_answer) of each conversation."""
         lengths = self.lengths.tolist()
-        yield from zip(self.token_ids.split(lengths), self.is_answer.split(lengths), strict=True)
+        parts = (torch.split(self.token_ids, lengths), torch.split(self.is_answer, lengths))
+        yield from zip(*parts, strict=True)
 
 
 class ShardWriter:
@@ -65,7 +67,7 @@ class ShardWriter:
         self._buffer: list[tuple[Tensor, Tensor]] = []
         self._num_buffered = 0
 
-    def __enter__(self) -> "ShardWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

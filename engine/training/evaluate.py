@@ -15,12 +15,13 @@ from torch import Tensor
 from engine.draft.head import DraftHead
 from engine.model.llama import LlamaForCausalLM
 from engine.training.dataset import Conversations
-from engine.training.packed_attention import Documents, attend_packed
+from engine.training.packed_attention import Documents, attend_documents
 from engine.training.unroll import PackedTokens, is_drafted, unroll
 from engine.training.vocab_select import invert
 from engine.tree.topology import TreeTopology
 
 OUTSIDE = 1 << 30  # the rank of a token that the draft cannot write, or that lies past the answer's end
+_CHUNK = 4096  # rows whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,7 @@ def measure_ranks(
     draft_ids = invert(head.target_ids, head.config.target_vocab_size)
     answers: list[Tensor] = []
     for tokens in _batches(conversations, batch_tokens, head.target_ids.device):
-
-        def attend(
-            layer_idx: int, q: Tensor, k: Tensor, v: Tensor, documents: Documents = tokens.documents
-        ) -> Tensor:
-            return attend_packed(q, k, v, (), documents)
-
-        features = target(tokens.token_ids, tokens.positions, attend).features
+        features = target(tokens.token_ids, tokens.positions, attend_documents(tokens.documents)).features
         is_answer = torch.ones_like(tokens.is_answer)
         columns = []
         for step, hidden in enumerate(unroll(head, tokens, features, depth)):
@@ -137,9 +132,10 @@ def _batches(conversations: Conversations, batch_tokens: int, device: torch.devi
 def _ranks(hidden: Tensor, head_rows: Tensor, labels: Tensor) -> Tensor:
     """Return how many logits beat the label's, [T] int64, a chunk of rows at a time."""
     ranks = []
-    for part, label in zip(hidden.split(4096), labels.split(4096), strict=True):
-        scores = F.linear(part, head_rows)
-        ranks.append((scores > scores.gather(1, label.clamp(min=0)[:, None])).sum(-1))
+    for start in range(0, len(hidden), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        scores = F.linear(hidden[rows], head_rows)
+        ranks.append((scores > scores.gather(1, labels[rows].clamp(min=0)[:, None])).sum(-1))
     return torch.cat(ranks)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.training.fusion import fused
 
 _CHUNK = 16384  # rows whose logits exist at a time
 
@@ -41,7 +42,8 @@ def soft_cross_entropy(
     float32 scalar, ranks [T] int64 is the rank of the label among the logits, V for label -1. Logits live for
     one chunk of rows at a time.
     """
-    loss, ranks = _LinearSoftCrossEntropy.apply(hidden, head_rows, teacher, weights, labels)
+    compute = _LinearSoftCrossEntropy.apply
+    loss, ranks = compute(hidden, head_rows, teacher, weights, labels)  # type: ignore[no-untyped-call]
     return loss, ranks
 
 
@@ -52,11 +54,11 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head_rows: Tensor, teacher: Tensor, weights: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        core = _compiled_core if hidden.is_cuda else _core_eager
+        core = fused(_chunk_loss, hidden.device)
         gradient = torch.empty_like(hidden)
         losses, ranks = [], []
-        for part in torch.arange(hidden.shape[0]).split(_CHUNK):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
+        for start in range(0, hidden.shape[0], _CHUNK):
+            rows = slice(start, start + _CHUNK)
             logits = F.linear(hidden[rows], head_rows)
             loss, logit_gradient, rank = core(logits, teacher[rows], weights[rows], labels[rows])
             gradient[rows] = logit_gradient @ head_rows
@@ -73,7 +75,7 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
         return gradient * grads[0].to(gradient.dtype), None, None, None, None
 
 
-def _core_eager(
+def _chunk_loss(
     logits: Tensor, teacher: Tensor, weights: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss [T] float32, d loss / d logits [T, V] in the logits' dtype, rank of the label [T])."""
@@ -85,9 +87,6 @@ def _core_eager(
     label_score = scores.gather(1, labels.clamp(min=0)[:, None])
     rank = (scores > label_score).sum(-1)
     return loss, gradient.to(logits.dtype), torch.where(labels < 0, logits.shape[-1], rank)
-
-
-_compiled_core = torch.compile(_core_eager, dynamic=False)
 
 
 def smooth_l1(hidden: Tensor, target_hidden: Tensor, weights: Tensor) -> Tensor:

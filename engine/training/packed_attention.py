@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.layers.decoder import Attend
+from engine.training.fusion import fused
+
 Diagonal = tuple[Tensor, Tensor]  # k, v [T, Hkv, D] of one draft step: token t sees row t alone
 
 
@@ -31,6 +34,15 @@ class Documents:
         return Documents(torch.cat((starts, end)).int(), max_length)
 
 
+def attend_documents(documents: Documents) -> Attend:
+    """Return the `Attend` of a network that runs over whole documents at once."""
+
+    def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG001
+        return attend_packed(q, k, v, (), documents)
+
+    return attend
+
+
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, diagonals: Sequence[Diagonal], documents: Documents
 ) -> Tensor:
@@ -40,8 +52,9 @@ def attend_packed(
     Half precision on CUDA runs FlashAttention; elsewhere scores are dense, [Hq, T, T].
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        flat = [tensor for pair in diagonals for tensor in pair]
-        attended: Tensor = _FlashWithDiagonals.apply(documents, q, k, v, *flat)
+        flat = (tensor for pair in diagonals for tensor in pair)
+        merge = _FlashWithDiagonals.apply
+        attended: Tensor = merge(documents, q, k, v, *flat)  # type: ignore[no-untyped-call]
         return attended
     return attend_dense(q, k, v, diagonals, documents)
 
@@ -52,7 +65,7 @@ def attend_dense(
     """Return what `attend_packed` does, by dense scores in float32: the reference of every faster way."""
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
-    grouped = q.float().unflatten(1, (-1, group)) * head_dim**-0.5  # [T, Hkv, G, D]
+    grouped = q.float().view(num_tokens, -1, group, head_dim) * head_dim**-0.5  # [T, Hkv, G, D]
     place = torch.arange(num_tokens, device=q.device)
     lengths = documents.offsets.diff()
     first = documents.offsets[:-1].repeat_interleave(lengths)  # the first token of each token's document
@@ -82,10 +95,11 @@ class _FlashWithDiagonals(torch.autograd.Function):
             q, k, v, offsets, offsets, length, length, 0.0, True, False, scale=scale
         )
         if flat:
-            out, lse = _merge_diagonals(q, out, lse, scale, *flat)
+            out, lse = fused(_merge_diagonals, q.device)(q, out, lse, scale, *flat)
         ctx.save_for_backward(q, k, v, out, lse, rng_state, unused, offsets, *flat)
         ctx.length, ctx.scale = length, scale
-        return out
+        merged: Tensor = out
+        return merged
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,11 +110,13 @@ class _FlashWithDiagonals(torch.autograd.Function):
             rng_state, unused, scale=ctx.scale,
         )  # fmt: skip
         if flat:
-            dq, *flat = _diagonal_gradients(q, out, lse, grad, dq, ctx.scale, *flat)
+            dq, *flat = fused(_diagonal_gradients, q.device)(q, out, lse, grad, dq, ctx.scale, *flat)
         return (None, dq, dk, dv, *flat)
 
 
-def _merge_eager(q: Tensor, out: Tensor, lse: Tensor, scale: float, *flat: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_diagonals(
+    q: Tensor, out: Tensor, lse: Tensor, scale: float, *flat: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return (out [T, Hq, D], lse [Hq, T]) after the diagonal pairs `flat` = (k_1, v_1, k_2, v_2, ...)."""
     group = q.shape[1] // flat[0].shape[1]
     total = lse
@@ -114,11 +130,12 @@ def _merge_eager(q: Tensor, out: Tensor, lse: Tensor, scale: float, *flat: Tenso
     return merged.to(out.dtype), total.contiguous()
 
 
-def _gradients_eager(
+def _diagonal_gradients(
     q: Tensor, out: Tensor, lse: Tensor, grad: Tensor, dq: Tensor, scale: float, *flat: Tensor
 ) -> tuple[Tensor, ...]:
     """Return (dq with the diagonals' share, dk_1, dv_1, dk_2, dv_2, ...)."""
     group = q.shape[1] // flat[0].shape[1]
+    grouped = (q.shape[0], -1, group, q.shape[2])
     delta = (grad.float() * out.float()).sum(-1).t()  # [Hq, T]
     total, gradients = dq.float(), []
     for k, v in zip(flat[::2], flat[1::2], strict=True):
@@ -126,8 +143,8 @@ def _gradients_eager(
         dp = (grad.float() * _spread(v, group)).sum(-1).t()
         ds = (weight * (dp - delta) * scale).t()[..., None]  # [T, Hq, 1]
         total = total + ds * _spread(k, group)
-        dk = (ds * q.float()).unflatten(1, (-1, group)).sum(2)
-        dv = (weight.t()[..., None] * grad.float()).unflatten(1, (-1, group)).sum(2)
+        dk = (ds * q.float()).view(*grouped).sum(2)
+        dv = (weight.t()[..., None] * grad.float()).view(*grouped).sum(2)
         gradients += [dk.to(k.dtype), dv.to(v.dtype)]
     return (total.to(dq.dtype), *gradients)
 
@@ -140,8 +157,3 @@ def _scores(q: Tensor, k: Tensor, group: int, scale: float) -> Tensor:
 def _spread(x: Tensor, group: int) -> Tensor:
     """Return [T, Hq, D] float32: each K/V head beside the `group` query heads that share it."""
     return x.float().repeat_interleave(group, dim=1)
-
-
-# Only CUDA reaches these: without fusion they would move the heads through memory a dozen times.
-_merge_diagonals = torch.compile(_merge_eager, dynamic=False)
-_diagonal_gradients = torch.compile(_gradients_eager, dynamic=False)

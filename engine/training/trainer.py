@@ -5,24 +5,24 @@ Where conversations come from is left to `dataset`, what the trained head accept
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from engine.draft.head import DraftHead
 from engine.errors import ConfigError, TrainingError
 from engine.model.llama import LlamaForCausalLM
 from engine.training.dataset import PackedRows, batch_indices
 from engine.training.losses import LossWeights, smooth_l1, soft_cross_entropy
-from engine.training.packed_attention import Documents, attend_packed
+from engine.training.packed_attention import Documents, attend_documents
 from engine.training.unroll import PackedTokens, is_drafted, unroll
 from engine.training.vocab_select import invert
 
@@ -35,8 +35,7 @@ class TrainingConfig:
 
     Draft step s weighs `step_decay` ** s. A row is trained at step s only while its path so far had ranks
     under `max_parent_rank`: no tree holds the other paths. The learning rate rises over `warmup_steps`, then
-    falls along a cosine to `final_share` of its peak. "muon" orthogonalises the updates of matrices, with
-    the step size of AdamW; the norms stay with AdamW.
+    falls along a cosine to `final_share` of its peak.
     """
 
     num_steps: int
@@ -44,12 +43,11 @@ class TrainingConfig:
     unroll_steps: int = 5
     step_decay: float = 0.9
     max_parent_rank: int = 8
-    learning_rate: float = 1.5e-3
-    warmup_steps: int = 100
+    learning_rate: float = 3e-3
+    warmup_steps: int = 150
     final_share: float = 0.01
     weight_decay: float = 0.05
     max_grad_norm: float = 1.0
-    optimizer: Literal["adamw", "muon"] = "adamw"
     losses: LossWeights = field(default_factory=LossWeights)
     seed: int = 0
     log_every: int = 20
@@ -112,7 +110,7 @@ class Trainer:
         self._device = head.head_rows.device
         self._draft_ids = invert(head.target_ids, head.config.target_vocab_size)
         self._masters = [param.detach().float().clone() for param in head.parameters()]
-        self._optimizers = _build_optimizers(self._masters, config)
+        self._optimizer = _build_optimizer(self._masters, config)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
@@ -120,6 +118,8 @@ class Trainer:
         """Run to the last step. Raises `TrainingError` once a loss is not finite; checkpoints written before
         it stay.
         """
+        from tqdm import tqdm
+
         config = self.config
         measures: list[StepMeasure] = []
         start = time.perf_counter()
@@ -144,16 +144,15 @@ class Trainer:
         """Run one step of gradient descent; nothing is read back to the host."""
         loss, survivors = self._loss(self._batch())
         loss.backward()  # type: ignore[no-untyped-call]
-        params = list(self.head.parameters())
+        params: list[Tensor] = list(self.head.parameters())
         for master, param in zip(self._masters, params, strict=True):
             assert param.grad is not None, "every parameter of the head takes part in the loss"
             master.grad = param.grad.float()
             param.grad = None
         grad_norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.config.rate(self.step)
-            optimizer.step()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.rate(self.step)
+        self._optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(params, self._masters)
         self.step += 1
@@ -180,11 +179,7 @@ class Trainer:
         """Return (loss, survivors), averaged over the roots of the batch."""
         head, config = self.head, self.config
         with torch.no_grad():
-            output = self.target(
-                tokens.token_ids,
-                tokens.positions,
-                lambda _, q, k, v: attend_packed(q, k, v, (), tokens.documents),
-            )
+            output = self.target(tokens.token_ids, tokens.positions, attend_documents(tokens.documents))
             teacher = F.linear(output.hidden, head.head_rows).float().softmax(-1).to(output.hidden.dtype)
             # Rows past the end are never trained; padding makes the teacher of a step a view.
             teacher = F.pad(teacher, (0, 0, 0, config.unroll_steps))
@@ -228,8 +223,7 @@ class Trainer:
             "grad_norm": round(float(norms.mean()), 4),
             "learning_rate": self.config.rate(self.step - 1),
             "acceptance": [
-                round(after / max(before, 1.0), 4)
-                for before, after in zip(survivors, survivors[1:], strict=False)
+                round(after / max(before, 1.0), 4) for before, after in itertools.pairwise(survivors)
             ],
             "chain_tokens_per_call": round(sum(survivors) / max(survivors[0], 1.0), 4),
             "tokens_per_second": round(num_tokens / seconds),
@@ -243,7 +237,7 @@ class Trainer:
             "step": self.step,
             "config": dataclasses.asdict(self.config),
             "masters": self._masters,
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "optimizer": self._optimizer.state_dict(),
         }
         torch.save(state, temporary)
         temporary.replace(path)
@@ -264,8 +258,7 @@ class Trainer:
         with torch.no_grad():
             torch._foreach_copy_(self._masters, state["masters"])
             torch._foreach_copy_(list(self.head.parameters()), self._masters)
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        self._optimizer.load_state_dict(state["optimizer"])
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
@@ -273,16 +266,10 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoint-*.pt"))
 
 
-def _build_optimizers(masters: list[Tensor], config: TrainingConfig) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that together own every master; norm weights do not decay."""
-    matrices = [master for master in masters if master.dim() == 2]
-    vectors = [master for master in masters if master.dim() != 2]
-    groups = [{"params": vectors, "weight_decay": 0.0}]
-    optimizers: list[torch.optim.Optimizer] = []
-    if config.optimizer == "muon":
-        optimizers.append(
-            torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    else:
-        groups.append({"params": matrices, "weight_decay": config.weight_decay})
-    return [*optimizers, torch.optim.AdamW(groups, betas=(0.9, 0.95))]
+def _build_optimizer(masters: list[Tensor], config: TrainingConfig) -> torch.optim.Optimizer:
+    """Return AdamW over the masters; norm weights do not decay."""
+    groups = [
+        {"params": [master for master in masters if master.dim() != 2], "weight_decay": 0.0},
+        {"params": [master for master in masters if master.dim() == 2], "weight_decay": config.weight_decay},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))

@@ -24,7 +24,7 @@ def select_vocab(counts: Tensor, size: int) -> Tensor:
 
 def coverage(counts: Tensor, target_ids: Tensor) -> float:
     """Return the share of counted tokens that the draft vocabulary can express: a bound on acceptance."""
-    return float(counts[target_ids].sum() / counts.sum().clamp(min=1))
+    return int(counts[target_ids].sum()) / max(int(counts.sum()), 1)
 
 
 def invert(target_ids: Tensor, vocab_size: int) -> Tensor:

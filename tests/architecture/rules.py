@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # Modules that stand on another floor than their package, and why.
 FLOOR_EXCEPTIONS = {
     "engine.weights.json_object": "opens a JSON file for every config; it knows no weights",
-    "engine.model.config": "plain data that weight converters read too; it holds no network",
+    "engine.model.config": "plain data that layers read too; it holds no network",
 }
 
 # What each part above the engine may import of the others.

@@ -1,0 +1,67 @@
+"""A launched step on its way back to the host, and the time the device spent on it.
+
+What the step computes is left to `runner`.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from engine.batch import RowResult, StepResult
+
+
+class StepTimer:
+    """Times one step on its own device: by the host's clock on a CPU, by events of the stream on CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+        if self._is_cuda:
+            self._first, self._last = _event(), _event()
+            self._first.record()
+
+    def stop(self) -> None:
+        """Mark the end of what was enqueued; on a CPU it is done by then."""
+        self._seconds = time.perf_counter() - self._started
+        if self._is_cuda:
+            self._last.record()
+
+    def wait(self) -> float:
+        """Wait for the end and return the seconds from the start to it."""
+        if self._is_cuda:
+            self._last.synchronize()
+            return float(self._first.elapsed_time(self._last)) * 1e-3
+        return self._seconds
+
+
+class StepHandle:
+    """The answer of one step: token_ids [B, D + 1] int64, padded with -1, and is_finite [B] bool."""
+
+    def __init__(self, step_idx: int, token_ids: Tensor, is_finite: Tensor, timer: StepTimer) -> None:
+        self._step_idx = step_idx
+        self._token_ids, self._is_finite = _to_host(token_ids), _to_host(is_finite)
+        self._timer = timer
+        timer.stop()
+
+    def collect(self) -> StepResult:
+        """Wait for the step and return what it emitted."""
+        seconds = self._timer.wait()
+        answers = zip(self._token_ids.tolist(), self._is_finite.tolist(), strict=True)
+        rows = tuple(
+            RowResult(tuple(token for token in tokens if token >= 0), finite) for tokens, finite in answers
+        )
+        return StepResult(self._step_idx, rows, seconds)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Return a host copy that is whole once the step has ended; enqueuing it does not stall the stream."""
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
