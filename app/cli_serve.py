@@ -108,6 +108,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - 
 def _ray(config: ServerConfig) -> Iterator[None]:
     """Run a Ray of our own on this machine, without dashboard, usage report or worker logs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A replica that reserves no GPU may still see the machine's: `device: auto` then means what it says.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 

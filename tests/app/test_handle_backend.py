@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+from pydantic import ValidationError
 
 from app.call import CallOptions, CompletionCall
 from engine import CapacityError, EngineDeadError, SamplingParams
@@ -12,9 +13,10 @@ from engine import CapacityError, EngineDeadError, SamplingParams
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own deprecated use of pydantic, while it is imported
     from ray.exceptions import RayActorError
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
     from ray.serve.exceptions import BackPressureError
 
-    from app.main import HandleBackend
+    from app.main import HandleBackend, build
 
 CALL = CompletionCall(
     ("x",), CallOptions("tiny", SamplingParams(), None, 1, (), False, True, True, False, False)
@@ -68,6 +70,18 @@ class FakeHandle:
             raise self._error
 
         return fail()
+
+
+def test_application_is_built_from_the_arguments_of_a_serve_file() -> None:
+    arguments = {"model": "m", "num_replicas": 3, "num_gpus": 1, "drain_timeout_s": 90}
+    application = call_user_app_builder_with_args_if_necessary(build, arguments)
+    assert application._bound_deployment.name == "ingress"
+    server = application._bound_deployment.init_args[0]._bound_deployment
+    assert server.num_replicas == 3
+    assert server.ray_actor_options == {"num_cpus": 1, "num_gpus": 1.0}
+    assert server._deployment_config.graceful_shutdown_timeout_s == 90
+    with pytest.raises(ValidationError, match="modle"):
+        call_user_app_builder_with_args_if_necessary(build, {"modle": "m"})
 
 
 ERRORS: list[tuple[Callable[[], Exception], type[Exception]]] = [

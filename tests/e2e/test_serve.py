@@ -201,10 +201,18 @@ async def test_clients_that_leave_give_their_blocks_back_and_the_others_end(serv
                 if num_pieces == 3:
                     return
 
+        async def give_up_waiting(seed: int) -> None:
+            body = stream_body(seed, max_tokens=900, stream=False, stream_options=None)
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+
         survivors = [
             asyncio.create_task(read_stream(client, server.url, stream_body(seed))) for seed in range(8)
         ]
-        await asyncio.gather(*(leave_early(seed) for seed in range(100, 108)))
+        await asyncio.gather(
+            *(leave_early(seed) for seed in range(100, 108)),
+            *(give_up_waiting(seed) for seed in range(200, 202)),
+        )
         for chunks in await asyncio.gather(*survivors):
             assert chunks[-1]["usage"]["completion_tokens"] == NUM_TOKENS
 
@@ -217,7 +225,7 @@ async def test_clients_that_leave_give_their_blocks_back_and_the_others_end(serv
     assert num_blocks(after, "held") == 0
     assert sum(num_blocks(after, state) for state in ("free", "held", "cached")) == total
     aborted = 'eyas_sequences_total{outcome="aborted"}'
-    assert after[aborted] - before[aborted] == 8
+    assert after[aborted] - before[aborted] == 10
 
 
 async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(server: Server) -> None:
