@@ -14,7 +14,7 @@ from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool, slots_of
-from engine.kvcache.tree_scratch import TreeScratch
+from engine.kvcache.tree_scratch import NodeScratch
 from engine.sampling.sampler import sample_children
 from engine.speculation import DraftOutput, TreeTensors
 
@@ -70,7 +70,7 @@ class Drafter:
     """
 
     def __init__(
-        self, head: DraftHead, pool: KVPool, scratch: TreeScratch, backend: AttentionBackend, block_size: int
+        self, head: DraftHead, pool: KVPool, scratch: NodeScratch, backend: AttentionBackend, block_size: int
     ) -> None:
         self.head = head
         self.pool = pool
@@ -190,7 +190,7 @@ class _Expansion:
 
         def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
-            stored_k, stored_v = drafter.scratch.store_nodes(layer_idx, nodes, k, v)
+            stored_k, stored_v = drafter.scratch.store(layer_idx, nodes, k, v)
             num_keys = self._mask.shape[2]
             pages = drafter.pool.k[layer_idx], drafter.pool.v[layer_idx]
             return attend_pages(q, stored_k[:, :num_keys], stored_v[:, :num_keys], *pages).flatten(0, 1)

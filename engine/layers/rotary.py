@@ -56,4 +56,4 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Return x [T, heads, head_dim] turned by `angles`, the pair that `Rotary` returns."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, first), dim=-1) * sin
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)

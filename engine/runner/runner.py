@@ -21,7 +21,7 @@ from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.sampling.verify import verify
 from engine.speculation import DraftOutput, SamplingTensors, TreeTensors, Verification
-from engine.tree.topology import MAX_NODES, TreeTopology
+from engine.tree.topology import TreeTopology
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         kv_shape = (config.num_kv_heads, config.head_dim, dtype, self.device)
         self._pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
-        self._scratch = TreeScratch(config.num_layers, shape.max_num_seqs, MAX_NODES, *kv_shape)
+        self._scratch = TreeScratch(config.num_layers, dtype)
         self._state = SlotState(
             num_slots=shape.max_num_seqs + 1,
             table_width=shape.table_width,

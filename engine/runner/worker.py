@@ -17,7 +17,7 @@ from engine.draft.loader import LoadedDraft, load_draft
 from engine.errors import ConfigError
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
-from engine.kvcache.tree_scratch import TreeScratch
+from engine.kvcache.tree_scratch import NodeScratch
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.calibrate import choose_device, choose_dtype, choose_num_threads
@@ -141,7 +141,7 @@ def create_drafter(head: DraftHead, backend: AttentionBackend, shape: RunnerShap
     kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
     pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
     # One node more than a tree can have: padding nodes share the last.
-    scratch = TreeScratch(config.num_layers, shape.max_num_seqs, MAX_NODES + 1, *kv_shape)
+    scratch = NodeScratch(config.num_layers, shape.max_num_seqs, MAX_NODES + 1, *kv_shape)
     return Drafter(head, pool, scratch, backend, shape.block_size)
 
 

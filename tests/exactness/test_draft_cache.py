@@ -8,7 +8,7 @@ from engine.draft.config import DraftConfig
 from engine.draft.drafter import Drafter
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool
-from engine.kvcache.tree_scratch import TreeScratch
+from engine.kvcache.tree_scratch import NodeScratch
 from engine.request import FinishReason
 from tests.exactness.tiny import (
     CONFIG,
@@ -53,7 +53,7 @@ def build_drafter(shape: EngineShape) -> Drafter:
     sizes = runner_shape(shape, shape.feature_window - 1)
     kv_shape = (2, 8, torch.float32, torch.device("cpu"))
     pool = KVPool(DRAFT.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
-    scratch = TreeScratch(DRAFT.num_layers, shape.max_num_seqs, 65, *kv_shape)
+    scratch = NodeScratch(DRAFT.num_layers, shape.max_num_seqs, 65, *kv_shape)
     return Drafter(head, pool, scratch, create_backend("auto", torch.device("cpu")), shape.block_size)
 
 
