@@ -63,8 +63,8 @@ class DraftHead(nn.Module):
                 token_part = layer.input_norm(F.embedding(token_ids, self.embed_rows))
                 x = torch.cat((token_part, self.feature_norm(residual)), dim=-1)
             else:
-                x = layer.input_norm(residual)
-            residual = layer(x, residual, angles, attend, layer_idx)
+                x = layer.input_norm.forward(residual)
+            residual = layer.forward(x, residual, angles, attend, layer_idx)
         hidden = self.norm(residual)
         return (hidden if self.config.is_feedback_normed else residual), hidden
 

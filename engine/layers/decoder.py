@@ -56,13 +56,14 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after the layer, [T, hidden], given x [T, input_size], already
         normalised.
         """
+        # `forward` rather than a call, here and in the networks: nobody hooks these modules, and on a CPU a
+        # call of a module costs as much as a small operation.
         shape = self.shape
         num_rotated = shape.num_heads + shape.num_kv_heads
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, shape.head_dim)
+        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, shape.head_dim)
         rotated = rotate(qkv[:, :num_rotated], angles)
         q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
         attended = attend(layer_idx, q, k, qkv[:, num_rotated:])
-        residual = residual + self.o_proj(attended.reshape(x.shape[0], -1))
-        gate, up = self.gate_up_proj(self.post_attention_norm(residual)).chunk(2, dim=-1)
-        mlp: Tensor = self.down_proj(F.silu(gate) * up)
-        return residual + mlp
+        residual = residual + self.o_proj.forward(attended.reshape(x.shape[0], -1))
+        gate, up = self.gate_up_proj.forward(self.post_attention_norm.forward(residual)).chunk(2, dim=-1)
+        return residual + self.down_proj.forward(F.silu(gate) * up)

@@ -73,7 +73,8 @@ class LlamaForCausalLM(nn.Module):
         residual = self.embed_tokens(token_ids)
         tapped: dict[int, Tensor] = {}
         for layer_idx, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
-            residual = layer(layer.input_norm(residual), residual, angles, attend, layer_idx)
+            x = layer.input_norm.forward(residual)
+            residual = layer.forward(x, residual, angles, attend, layer_idx)
             if layer_idx in self.taps:
                 tapped[layer_idx] = residual
         hidden = tapped[len(self.layers)] = self.norm(residual)
