@@ -152,7 +152,7 @@ class _Expansion:
         self._children = torch.zeros(
             num_rows, num_nodes + 1, tree.max_rank + 1, dtype=torch.int64, device=device
         )
-        hidden_size, dtype = drafter.head.config.hidden_size, drafter.head.fc.weight.dtype
+        hidden_size, dtype = drafter.head.config.hidden_size, drafter.head.embed_rows.dtype
         self._features = torch.zeros(num_rows, num_nodes + 1, hidden_size, dtype=dtype, device=device)
         self._probs: Tensor | None = None
         if mode == "sampled":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from engine.draft.config import DraftConfig
 from engine.layers.decoder import Attend, DecoderLayer
+from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary
 
@@ -30,6 +31,7 @@ class DraftHead(nn.Module):
         self.feature_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config.layer_shape(idx)) for idx in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.packed_head: PackedLinear | None = None
         self.to(dtype)
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, num_positions, dtype)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
@@ -43,6 +45,11 @@ class DraftHead(nn.Module):
         """Share the target's embedding [V, H] and copy the drafted rows of its output head [V, H]."""
         self.embed_rows = embedding.detach()
         self.head_rows = head.detach()[self.target_ids].contiguous()
+
+    def pack(self) -> None:
+        """Reorder the weights of a bound head for a CPU that `can_pack`; it can no longer be trained."""
+        pack_linears(self)
+        self.packed_head = PackedLinear(self.head_rows)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return [..., H] from the target's taps [..., num_taps * H]."""
@@ -70,4 +77,6 @@ class DraftHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., draft_vocab_size] over the draft's vocabulary."""
+        if self.packed_head is not None:
+            return self.packed_head.forward(hidden)
         return F.linear(hidden, self.head_rows)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.decoder import Attend, DecoderLayer, LayerShape
+from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary
 from engine.model.config import ModelConfig
@@ -59,6 +60,7 @@ class LlamaForCausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.packed_head: PackedLinear | None = None
         self.to(dtype)
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, num_positions, dtype)
 
@@ -81,6 +83,15 @@ class LlamaForCausalLM(nn.Module):
         features = [tapped[tap] for tap in self.taps] or [residual[:, :0]]
         return TargetOutput(hidden, torch.cat(features, dim=-1))
 
+    def pack(self) -> None:
+        """Reorder the weights for a CPU that `can_pack`; the embedding and the output head stay readable
+        too.
+        """
+        pack_linears(self.layers)
+        self.packed_head = PackedLinear(self.head_weight)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., V] in the model's dtype for hidden [..., H]."""
+        if self.packed_head is not None:
+            return self.packed_head.forward(hidden)
         return F.linear(hidden, self.head_weight)

@@ -3,6 +3,7 @@
 Sizing the cache is left to `memory`.
 """
 
+import functools
 import os
 import time
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.layers.linear import PackedLinear, can_pack
 from engine.model.config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,6 +52,8 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
 def _time_matmul(model: ModelConfig, dtype: torch.dtype) -> float:
     """Return the best time of one MLP up-projection for one token and for a small tree, summed."""
     weight = torch.full((2 * model.intermediate_size, model.hidden_size), 0.5, dtype=dtype)
+    is_packed = can_pack(weight.device, dtype)
+    multiply = PackedLinear(weight).forward if is_packed else functools.partial(F.linear, weight=weight)
     total = 0.0
     for num_tokens in _NUM_TIMED_TOKENS:
         x = torch.full((num_tokens, model.hidden_size), 0.5, dtype=dtype)
@@ -57,7 +61,7 @@ def _time_matmul(model: ModelConfig, dtype: torch.dtype) -> float:
         for _ in range(_NUM_ROUNDS):
             start = time.perf_counter()
             for _ in range(4):
-                F.linear(x, weight)
+                multiply(x)
             rounds.append(time.perf_counter() - start)
         total += min(rounds)
     return total

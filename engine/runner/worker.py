@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import NodeScratch
+from engine.layers.linear import can_pack
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.calibrate import choose_device, choose_dtype, choose_num_threads
@@ -60,6 +61,9 @@ def build_worker(config: EngineConfig) -> Worker:
     target = load_target(
         config.model, model, draft.config.taps if draft else (), num_positions, dtype, device
     )
+    is_packed = can_pack(device, dtype)
+    if is_packed:
+        target.pack()
     num_blocks = plan_num_blocks(config, model, draft.config if draft else None, dtype, device)
     library = build_library(config, draft)
     shape = RunnerShape(
@@ -74,6 +78,8 @@ def build_worker(config: EngineConfig) -> Worker:
     drafter = None
     if draft is not None:
         head = draft.build(target.embed_tokens.weight, target.head_weight, num_positions, dtype, device)
+        if is_packed:
+            head.pack()
         drafter = create_drafter(head, backend, shape)
     return Worker(
         runner=ModelRunner(target, drafter, backend, shape, model.eos_token_ids),
@@ -137,7 +143,7 @@ def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrar
 
 def create_drafter(head: DraftHead, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
     """Return a drafter for `head` with its own pages and scratch, on the head's device."""
-    config, weight = head.config, head.fc.weight
+    config, weight = head.config, head.embed_rows
     kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
     pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
     # One node more than a tree can have: padding nodes share the last.
