@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, RequestError
 from engine.messages import (
     Abort,
     Add,
@@ -65,6 +65,7 @@ class AsyncEngine:
             ) from error
         except asyncio.CancelledError:
             process.kill()
+            process.wait()  # a killed process ends at once; one never waited for stays a zombie
             raise
         if isinstance(answer, Failed):
             process.wait()
@@ -76,10 +77,13 @@ class AsyncEngine:
         """Yield what each step gives this request, until one has a finish reason.
 
         Raises `RequestError` or `CapacityError` before the first delta, `EngineDeadError` at any time.
-        Closing the generator early, by cancellation too, aborts the request and frees what it holds.
+        Closing the generator early, by cancellation too, aborts the request and frees what it holds. Do not
+        use the id of an aborted request again: deltas of its last step may still be on their way.
         """
         self.check_health()
         request_id = request.request_id
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use: ids must be unique", "request_id")
         queue: asyncio.Queue[SequenceDelta | Exception] = asyncio.Queue()
         self._streams[request_id] = queue
         is_open = True
@@ -130,17 +134,15 @@ class AsyncEngine:
     def _read(self) -> None:
         """Pass each message of the core to the loop; runs in a thread until the core is gone."""
         cause = "it ended"
-        try:
-            while True:
-                message: CoreMessage = self._connection.recv()
-                if isinstance(message, Failed):
-                    cause = str(message.error)
-                else:
-                    self._loop.call_soon_threadsafe(self._dispatch, message)
-        except (EOFError, OSError):
-            # A closed loop has nobody left to tell.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._die, cause)
+        with suppress(RuntimeError):  # from a closed loop: nobody is left to tell
+            with suppress(EOFError, OSError):
+                while True:
+                    message: CoreMessage = self._connection.recv()
+                    if isinstance(message, Failed):
+                        cause = str(message.error)
+                    else:
+                        self._loop.call_soon_threadsafe(self._dispatch, message)
+            self._loop.call_soon_threadsafe(self._die, cause)
 
     def _dispatch(self, message: CoreMessage) -> None:
         match message:

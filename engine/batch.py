@@ -92,12 +92,14 @@ class RowResult:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The answer to a `StepPlan`, one `RowResult` per decode row, in the plan's order; `seconds` is how
-    long the device worked on it.
+    long the device worked on it. `failed_chunks` holds the indices of the plan's chunks whose hidden states
+    were not finite.
     """
 
     step_idx: int
     rows: tuple[RowResult, ...]
     seconds: float = 0.0
+    failed_chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EyasError
+from engine.errors import EngineDeadError, EyasError
 from engine.messages import (
     Abort,
     Add,
@@ -89,7 +89,7 @@ def main(fd: int) -> int:
         # The loop's edge: whatever it was, the client must fail its requests with the reason rather than
         # hang.
         logger.exception("engine core died")
-        connection.send(Failed(RuntimeError(f"{type(error).__name__}: {error}")))
+        connection.send(Failed(EngineDeadError(f"{type(error).__name__}: {error}")))
         return 1
     return 0
 

@@ -35,7 +35,7 @@ class Counters:
             self.num_drafted += row.topology.num_drafts
             self.steps_by_tree[row.topology.name] += 1
         for delta in deltas:
-            self.num_calls += 1
+            self.num_calls += bool(delta.token_ids)  # a failed sequence gained nothing
             self.num_accepted += delta.num_accepted_in_step
             self.num_output_tokens += len(delta.token_ids)
             for depth in range(delta.num_accepted_in_step):

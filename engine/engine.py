@@ -5,6 +5,7 @@ It speaks token ids only; text, HTTP and processes are left to its callers.
 
 import dataclasses
 import logging
+from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
 from engine.batch import Load, RowStats, SequenceDelta, StepPlan, StepStats
@@ -80,17 +81,9 @@ class Engine:
         """Queue a request. Raises `RequestError` where it can never be served, `CapacityError` where not
         now.
         """
-        highest = max(request.prompt_token_ids)
-        if highest >= self.facts.vocab_size or min(request.prompt_token_ids) < 0:
-            raise RequestError(
-                f"prompt token ids must lie in 0..{self.facts.vocab_size - 1}, found {highest}", "prompt"
-            )
-        for token_id, _ in request.sampling.logit_bias:
-            if token_id >= self.facts.vocab_size:
-                raise RequestError(
-                    f"logit_bias token ids must lie in 0..{self.facts.vocab_size - 1}, found {token_id}",
-                    "logit_bias",
-                )
+        self._check_token_ids(request.prompt_token_ids, "prompt")
+        self._check_token_ids(request.sampling.stop_token_ids, "stop_token_ids")
+        self._check_token_ids([token_id for token_id, _ in request.sampling.logit_bias], "logit_bias")
         seed = request.sampling.seed
         if seed is None:
             seed = _signed64(self._seed + self._num_arrived * _GOLDEN)
@@ -120,6 +113,15 @@ class Engine:
         return self._counters.snapshot(
             self._scheduler.load(), self._kv_cache.pool.counts(), self._scheduler.num_preemptions
         )
+
+    def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:
+        """Refuse ids that the model lacks: on the device they would end the step of every request."""
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+            if not 0 <= token_id < self.facts.vocab_size:
+                raise RequestError(
+                    f"{parameter} token ids must lie in 0..{self.facts.vocab_size - 1}, found {token_id}",
+                    parameter,
+                )
 
     def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
         result = flight.handle.collect()

@@ -11,6 +11,7 @@ from engine.errors import RequestError
 
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKENS = 64
+MAX_COUNT = 2**31 - 1  # counts of tokens that fit in the device's integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _require("top_k", self.top_k, 0 <= self.top_k <= MAX_COUNT, f"0 (off) to {MAX_COUNT}")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         _require(
@@ -48,7 +49,7 @@ class SamplingParams:
         _require(
             "frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2.0, "in [-2, 2]"
         )
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _require("max_tokens", self.max_tokens, 1 <= self.max_tokens <= MAX_COUNT, f"1 to {MAX_COUNT}")
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]")
         if self.seed is not None:
             _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")

@@ -7,8 +7,7 @@ from torch import Tensor
 class KVPool:
     """K and V of every layer in blocks of `block_size` positions, [L, num_blocks, block_size, Hkv, D].
 
-    Block 0 is the dummy: writes of padding land there. Only finite values are ever stored, since a masked
-    position of a reused block still enters a matrix product, where zero times NaN is NaN.
+    Block 0 is the dummy: writes of padding land there. Only `finite` values are ever stored.
     """
 
     def __init__(
@@ -27,8 +26,8 @@ class KVPool:
 
     def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [T, Hkv, D] of one layer at slots [T] int64 (block * block_size + offset)."""
-        self.k[layer_idx].view(-1, *k.shape[1:]).index_copy_(0, slots, k.nan_to_num(0.0))
-        self.v[layer_idx].view(-1, *v.shape[1:]).index_copy_(0, slots, v.nan_to_num(0.0))
+        self.k[layer_idx].view(-1, *k.shape[1:]).index_copy_(0, slots, finite(k))
+        self.v[layer_idx].view(-1, *v.shape[1:]).index_copy_(0, slots, finite(v))
 
     def commit(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [L, T, Hkv, D] of all layers at slots [T]; they come from a scratch and are finite
@@ -43,6 +42,16 @@ class KVPool:
     ) -> int:
         """Return the memory that one block takes, K and V of all layers."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def finite(x: Tensor) -> Tensor:
+    """Return x with zeros for NaN and infinities.
+
+    A masked key, of a reused block or of another branch of a tree, still enters the matrix products of
+    attention, where neither a weight of zero nor the largest bias silences NaN, nor a huge number put in its
+    place.
+    """
+    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def slots_of(block_tables: Tensor, positions: Tensor, is_valid: Tensor, block_size: int) -> Tensor:

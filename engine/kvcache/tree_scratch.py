@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from engine.kvcache.kv_pool import finite
+
 
 class TreeScratch:
     """The K and V of one pass, a pair per layer, in the dtype of the pages.
@@ -15,17 +17,19 @@ class TreeScratch:
         self._pairs: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     def store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k, v [B, N, Hkv, D] of one layer and return them as later steps will read them."""
-        pair = self._pairs[layer_idx] = (k.to(self._dtype), v.to(self._dtype))
+        """Keep k, v [B, N, Hkv, D] of one layer and return them as later steps will read them: `finite`, for
+        a drafted token that is not must not reach the other branches.
+        """
+        pair = self._pairs[layer_idx] = (finite(k.to(self._dtype)), finite(v.to(self._dtype)))
         return pair
 
     def gather(self, path: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V, [L, B * W, Hkv, D], of the node ids path [B, W], finite for the pages."""
+        """Return K and V, [L, B * W, Hkv, D], of the node ids path [B, W]."""
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
         pairs = [pair for pair in self._pairs if pair is not None]
         assert len(pairs) == len(self._pairs), "a layer has not stored its K/V"
         k, v = (torch.stack(layers)[:, rows, path].flatten(1, 2) for layers in zip(*pairs, strict=True))
-        return k.nan_to_num_(0.0), v.nan_to_num_(0.0)
+        return k, v
 
 
 class NodeScratch:
@@ -52,6 +56,6 @@ class NodeScratch:
         D].
         """
         rows = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
-        self._k[layer_idx, rows, nodes] = k.nan_to_num(0.0)
-        self._v[layer_idx, rows, nodes] = v.nan_to_num(0.0)
+        self._k[layer_idx, rows, nodes] = finite(k)
+        self._v[layer_idx, rows, nodes] = finite(v)
         return self._k[layer_idx, : nodes.shape[0]], self._v[layer_idx, : nodes.shape[0]]

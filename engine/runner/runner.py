@@ -4,7 +4,7 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -80,16 +80,17 @@ class ModelRunner:
             self._num_pending[admission.slot] = 1
         for growth in plan.growths:
             self._state.grow(growth)
-        if plan.chunks:
-            self._prefill(plan.chunks)
+        nothing = torch.empty(0, dtype=torch.bool)
+        is_chunk_finite = self._prefill(plan.chunks) if plan.chunks else nothing
         if not plan.rows:
-            nothing = torch.empty(0, 0, dtype=torch.int64)
-            return StepHandle(plan.step_idx, nothing, torch.empty(0, dtype=torch.bool), timer)
-        verification = self._decode(plan)
-        return StepHandle(plan.step_idx, verification.token_ids, verification.is_finite, timer)
+            return StepHandle(plan.step_idx, nothing[:, None], nothing, is_chunk_finite, timer)
+        answer = self._decode(plan)
+        return StepHandle(plan.step_idx, answer.token_ids, answer.is_finite, is_chunk_finite, timer)
 
-    def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> None:
-        """Cache the K/V of every chunk in one pass over their tokens side by side."""
+    def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> Tensor:
+        """Cache the K/V of every chunk in one pass over their tokens side by side; return which of them are
+        finite, [C] bool.
+        """
         token_ids = self._tensor([token for chunk in chunks for token in chunk.token_ids])
         positions = self._tensor([chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))])
         store_from = self._tensor([chunk.store_from for chunk in chunks for _ in chunk.token_ids])
@@ -110,14 +111,15 @@ class ModelRunner:
 
         output = self._target(token_ids, positions, attend)
         for chunk, span in zip(chunks, spans, strict=True):
-            self._note_chunk(chunk, token_ids[span], output.features[span], output.hidden[span])
+            self._note_chunk(chunk, token_ids[span], output.features[span])
+        return torch.stack([output.hidden[span].isfinite().all() for span in spans])
 
-    def _note_chunk(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor, hidden: Tensor) -> None:
+    def _note_chunk(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor) -> None:
         """Keep a chunk's features, and let the draft cache the pairs they make with the tokens after them."""
         if self._drafter is not None:
             following = torch.cat((token_ids, self._tensor([chunk.next_token_id])))
             self._drafter.fill(self._state.prompt_window(chunk, following, features, self._shape.block_size))
-        self._state.note_prefill(chunk, token_ids, features, hidden)
+        self._state.note_prefill(chunk, token_ids, features)
 
     def _chunk_layout(self, chunk: PrefillChunk) -> AttentionLayout:
         """Every token of a chunk reads the cached prompt before it and the chunk up to itself."""
@@ -142,8 +144,7 @@ class ModelRunner:
         logits = self._target.logits(output.hidden).view(len(host_slots), tree.num_nodes, -1)
         verification = verify(logits, draft, tree, sampling, root_positions)
         self._commit(verification, output, slots, tables, sampling.is_penalized)
-        is_finite = verification.is_finite & self._state.is_finite[slots]
-        return replace(verification, is_finite=is_finite)
+        return verification
 
     def _draft(
         self,

@@ -42,7 +42,6 @@ class SlotState:
         self.block_tables = zeros(table_width)
         self.features = zeros(window + 1, feature_size, dtype=dtype)
         self.tokens = zeros(window + 1)
-        self.is_finite = zeros(dtype=torch.bool)
         self._seed, self._stop_from, self._top_k = zeros(), zeros(), zeros()
         # temperature, top_p, min_p, repetition, presence and frequency penalty, side by side: one gather
         # reads all.
@@ -63,7 +62,6 @@ class SlotState:
         self.draft_start[slot] = admission.draft_start
         self.block_tables[slot] = 0
         self.features[slot] = 0
-        self.is_finite[slot] = True
         self._seed[slot] = admission.seed
         self._top_k[slot] = params.top_k or self._output_counts.shape[1]
         self._numbers[slot] = self._row(
@@ -81,9 +79,9 @@ class SlotState:
 
     def _admit_vocabulary(self, admission: Admission, eos_token_ids: tuple[int, ...]) -> None:
         slot, params = admission.slot, admission.sampling
+        # Read as soon as one row of the batch is biased, so an unbiased row must not keep what its slot had.
+        self._bias_values[slot] = 0.0
         if params.logit_bias:
-            self._bias_token_ids[slot] = 0
-            self._bias_values[slot] = 0.0
             num_biases = len(params.logit_bias)
             self._bias_token_ids[slot, :num_biases] = self._row(
                 [b[0] for b in params.logit_bias], torch.int64
@@ -111,16 +109,13 @@ class SlotState:
             list(growth.block_ids), torch.int64
         )
 
-    def note_prefill(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor, hidden: Tensor) -> None:
-        """Keep the last W tokens [T] and features [T, F] of a chunk, and whether its hidden [T, H] is
-        finite.
-        """
+    def note_prefill(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor) -> None:
+        """Keep the last W tokens [T] and features [T, F] of a chunk."""
         kept = min(self.window, token_ids.shape[0])
         end = chunk.start + token_ids.shape[0]
         columns = torch.arange(end - kept, end, device=self.device) % self.window
         self.features[chunk.slot, columns] = features[-kept:]
         self.tokens[chunk.slot, columns] = token_ids[-kept:]
-        self.is_finite[chunk.slot] &= hidden.isfinite().all()
 
     def prompt_window(
         self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor, block_size: int

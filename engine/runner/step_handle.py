@@ -37,11 +37,16 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step: token_ids [B, D + 1] int64, padded with -1, and is_finite [B] bool."""
+    """The answer of one step: token_ids [B, D + 1] int64, padded with -1, is_finite [B] bool of its rows, and
+    is_chunk_finite [C] bool of its chunks.
+    """
 
-    def __init__(self, step_idx: int, token_ids: Tensor, is_finite: Tensor, timer: StepTimer) -> None:
+    def __init__(
+        self, step_idx: int, token_ids: Tensor, is_finite: Tensor, is_chunk_finite: Tensor, timer: StepTimer
+    ) -> None:
         self._step_idx = step_idx
         self._token_ids, self._is_finite = _to_host(token_ids), _to_host(is_finite)
+        self._is_chunk_finite = _to_host(is_chunk_finite)
         self._timer = timer
         timer.stop()
 
@@ -52,7 +57,9 @@ class StepHandle:
         rows = tuple(
             RowResult(tuple(token for token in tokens if token >= 0), finite) for tokens, finite in answers
         )
-        return StepResult(self._step_idx, rows, seconds)
+        is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
+        failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
+        return StepResult(self._step_idx, rows, seconds, failed)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -146,15 +146,18 @@ class Scheduler:
         return step.plan()
 
     def commit(self, result: StepResult) -> tuple[SequenceDelta, ...]:
-        """Apply the result of the oldest step in flight; return what its sequences gained, in row order.
+        """Apply the result of the oldest step in flight; return what its sequences gained: first those that
+        failed in a prefill, then its rows in order.
 
         Rows of sequences that have ended meanwhile are dropped. Rows of sequences preempted meanwhile count.
         """
         flight = self._flights.popleft()
         assert flight.step_idx == result.step_idx, (flight.step_idx, result.step_idx)
-        for chunk in flight.chunks:
-            self._commit_chunk(chunk)
-        deltas = [self._commit_row(*pair) for pair in zip(flight.rows, result.rows, strict=True)]
+        deltas = [
+            self._commit_chunk(chunk, is_finite=idx not in result.failed_chunks)
+            for idx, chunk in enumerate(flight.chunks)
+        ]
+        deltas += [self._commit_row(*pair) for pair in zip(flight.rows, result.rows, strict=True)]
         return tuple(delta for delta in deltas if delta is not None)
 
     def _check_fit(self, sequence: Sequence, rule: StopRule) -> None:
@@ -293,13 +296,22 @@ class Scheduler:
         sequence.finish_reason = reason
         del self._live[sequence.request.request_id]
 
-    def _commit_chunk(self, chunk: FlightChunk) -> None:
-        progress = chunk.progress
+    def _commit_chunk(self, chunk: FlightChunk, is_finite: bool) -> SequenceDelta | None:
+        progress, sequence = chunk.progress, chunk.progress.sequence
         progress.num_in_flight -= 1
-        if progress.sequence.status is SequenceStatus.RUNNING:
-            progress.sequence.num_cached = chunk.end
+        if sequence.is_finished:
+            return None
+        if not is_finite:
+            return self._fail(progress)
+        if sequence.status is SequenceStatus.RUNNING:
+            sequence.num_cached = chunk.end
             progress.extend_draft(chunk.end)
             self._publish(progress)
+        return None
+
+    def _fail(self, progress: Progress) -> SequenceDelta:
+        self._finish(progress, FinishReason.ERROR)
+        return _delta(progress.sequence, (), 0, "the logits of the target model were not finite")
 
     def _commit_row(self, row: FlightRow, result: RowResult) -> SequenceDelta | None:
         progress, sequence = row.progress, row.progress.sequence
@@ -308,8 +320,7 @@ class Scheduler:
         if sequence.is_finished:
             return None
         if not result.is_finite:
-            self._finish(progress, FinishReason.ERROR)
-            return _delta(sequence, (), 0, "the logits of the target model were not finite")
+            return self._fail(progress)
         root = len(sequence.tokens) - 1
         cut = progress.stop_rule.cut(sequence.num_output, result.token_ids)
         num_accepted = min(len(cut.token_ids), len(result.token_ids) - 1)
