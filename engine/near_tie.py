@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.runner.worker import load_target
 
 # Logits of 16 to 32 have steps of 0.125 in bfloat16, and a forward adds the rounding of every layer to that.
-MAX_GAP = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.25}
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
 class NearTies:

@@ -125,7 +125,7 @@ class FixedJudge:
     ("dtype", "distance", "is_fault"),
     [
         ("bfloat16", 0.3, False),
-        ("bfloat16", 1.2, True),
+        ("bfloat16", 0.6, True),
         ("float32", 0.3, True),
         ("float32", 1e-5, False),
     ],
