@@ -33,6 +33,7 @@ class Run:
     """One batch on one arm."""
 
     seconds: float
+    prompts: Sequence[tuple[int, ...]]
     completions: list[Completion]
 
     @property
@@ -53,11 +54,20 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a speculative answer first leaves plain decoding's: after `tokens`, prompt included."""
+
+    tokens: tuple[int, ...]
+    plain: int
+    speculative: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One arm at one batch size; the interval is that of `speedup` over plain decoding, at 95%.
 
-    `context` is the mean length of the prompts. `identical_rows` of `rows` answers equal plain decoding's
-    token for token.
+    `context` is the mean length of the prompts. All but `divergences` of `rows` answers equal plain
+    decoding's token for token.
     """
 
     batch: int
@@ -69,7 +79,11 @@ class Cell:
     ci_low: float
     ci_high: float
     rows: int
-    identical_rows: int
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def identical_rows(self) -> int:
+        return self.rows - len(self.divergences)
 
 
 def measure(engine: StepEngine, plan: BenchPlan, clock: Callable[[], float]) -> list[Cell]:
@@ -133,16 +147,16 @@ def _run(
     requests = [Request(f"row-{row}", prompt, sampling) for row, prompt in enumerate(prompts)]
     start = clock()
     completions = run_to_end(engine, requests)
-    return Run(clock() - start, completions)
+    return Run(clock() - start, prompts, completions)
 
 
 def _cell(arm: str, batch: int, context: int, pairs: Sequence[tuple[Run, Run]]) -> Cell:
     """Sum the rounds of one arm; each comes with the plain run of its round."""
     speedup, low, high = speedup_interval([(plain.seconds, run.seconds) for plain, run in pairs])
     rows = [
-        (left.token_ids, right.token_ids)
+        (prompt, left.token_ids, right.token_ids)
         for plain, run in pairs
-        for left, right in zip(plain.completions, run.completions, strict=True)
+        for prompt, left, right in zip(run.prompts, plain.completions, run.completions, strict=True)
     ]
     num_tokens = sum(run.num_tokens for _, run in pairs)
     return Cell(
@@ -155,5 +169,15 @@ def _cell(arm: str, batch: int, context: int, pairs: Sequence[tuple[Run, Run]]) 
         ci_low=low,
         ci_high=high,
         rows=len(rows),
-        identical_rows=sum(left == right for left, right in rows),
+        divergences=tuple(found for row in rows if (found := _divergence(*row)) is not None),
     )
+
+
+def _divergence(
+    prompt: tuple[int, ...], plain: tuple[int, ...], speculative: tuple[int, ...]
+) -> Divergence | None:
+    """Return the first place where two answers of one length differ."""
+    for idx, (left, right) in enumerate(zip(plain, speculative, strict=True)):
+        if left != right:
+            return Divergence((*prompt, *plain[:idx]), left, right)
+    return None

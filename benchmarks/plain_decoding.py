@@ -1,6 +1,8 @@
-"""How good plain decoding is: one engine step against its own matrix products, and against transformers' generate.
+"""How good plain decoding is: one engine step against its own matrix products, and against transformers'
+generate.
 
-Everything alternates in one process at one thread; medians of rounds. Run: python benchmarks/plain_decoding.py DTYPE
+Everything alternates in one process at one thread; medians of rounds. Run: python
+benchmarks/plain_decoding.py DTYPE
 """
 
 import argparse
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, Request, SamplingParams, resolve_model
 from engine.model.config import ModelConfig
@@ -42,8 +45,6 @@ def time_products(folder: Path, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def main() -> None:
-    from transformers import AutoModelForCausalLM
-
     parser = argparse.ArgumentParser()
     parser.add_argument("dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=7)
@@ -70,7 +71,9 @@ def main() -> None:
         # The difference of two lengths is decoding alone: prefill and start-up cancel out.
         for name, work in (("engine", ours), ("transformers", generate)):
             num_steps = NUM_TOKENS - 8
-            rounds[name].append((seconds(lambda w=work: w(NUM_TOKENS)) - seconds(lambda w=work: w(8))) / num_steps)
+            rounds[name].append(
+                (seconds(lambda w=work: w(NUM_TOKENS)) - seconds(lambda w=work: w(8))) / num_steps
+            )
         rounds["products"].append(statistics.median(seconds(products) for _ in range(10)))
     medians = {name: statistics.median(times) * 1e3 for name, times in rounds.items()}
     print(

@@ -18,6 +18,7 @@ from engine.errors import (
     RequestError,
     StepError,
 )
+from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
 from engine.stats import EngineFacts, EngineStats
 from engine.stop_strings import StopStrings
@@ -25,6 +26,7 @@ from engine.weights.pull import pull
 from engine.weights.source import resolve_model
 
 __all__ = [
+    "MAX_GAP",
     "AsyncEngine",
     "CapacityError",
     "ConfigError",
@@ -38,6 +40,7 @@ __all__ = [
     "FinishReason",
     "IncrementalDetokenizer",
     "ModelLoadError",
+    "NearTies",
     "Request",
     "RequestError",
     "SamplingParams",

@@ -19,12 +19,13 @@ class SpeculationConfig:
 
     `mode` is "auto" (the dispatcher picks), "off", or one tree name for every step. `table` is the static
     choice: (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly.
-    `draft_mode` "greedy" takes the top children (output identical to plain decoding for a seed); "sampled"
-    draws them without replacement (the output law is identical, single tokens are not).
+    The default is what pays on a CPU. `draft_mode` "greedy" takes the top children (output identical to plain
+    decoding for a seed); "sampled" draws them without replacement (the output law is identical, single tokens
+    are not).
     """
 
     mode: str = "auto"
-    table: tuple[tuple[int, str], ...] = ((4, "tree-8"), (32, "chain-3"))
+    table: tuple[tuple[int, str], ...] = ((1, "tree-8"), (2, "chain-3"), (4, "chain-2"))
     draft_mode: DraftMode = "greedy"
     feature_window: int = 16
 

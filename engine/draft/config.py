@@ -5,6 +5,7 @@ Whether a head fits a target is checked here too; reading the tensors is left to
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ class DraftConfig:
     base_model_digest: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         if not 1 <= self.num_layers <= 3:
             raise ModelLoadError(f"a draft head has 1 to 3 layers, found {self.num_layers}")
-        if not self.taps or any(not 0 <= tap <= self.target_num_layers for tap in self.taps):
+        if not self.taps or any(tap not in range(self.target_num_layers + 1) for tap in self.taps):
             raise ModelLoadError(f"draft taps must lie in 0..{self.target_num_layers}, found {self.taps}")
         if self.hidden_size != self.target_hidden_size:
             # The head shares the target's embedding and output rows, so a width of its own has nothing to
@@ -56,6 +58,27 @@ class DraftConfig:
         if not 1 <= self.draft_vocab_size <= self.target_vocab_size:
             raise ModelLoadError(
                 f"draft_vocab_size must lie in 1..{self.target_vocab_size}, found {self.draft_vocab_size}"
+            )
+
+    def _check_sizes(self) -> None:
+        """Refuse what no layer can have, by name: the weights alone would not show every such slip."""
+        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        targets = ("target_hidden_size", "target_vocab_size", "target_num_layers", "draft_vocab_size")
+        for name in (*sizes, "max_position", *targets):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ModelLoadError(f"draft {name} must be an integer of at least 1, found {value!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ModelLoadError(f"draft {name} must be positive and finite, found {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads != 0 or self.head_dim % 2 != 0:
+            raise ModelLoadError(
+                "draft num_heads must be a multiple of num_kv_heads and head_dim even, found "
+                f"{self.num_heads}, {self.num_kv_heads} and {self.head_dim}"
+            )
+        if not isinstance(self.is_feedback_normed, bool):
+            raise ModelLoadError(
+                f"draft is_feedback_normed must be true or false, found {self.is_feedback_normed!r}"
             )
 
     @property
@@ -107,7 +130,7 @@ class DraftConfig:
         try:
             raw: dict[str, Any] = json.loads(path.read_text())
             scaling = raw.pop("rope_scaling")
-            raw["taps"] = tuple(int(tap) for tap in raw["taps"])
+            raw["taps"] = tuple(raw["taps"])
             return DraftConfig(**raw, rope_scaling=RopeScaling(**scaling) if scaling else None)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelLoadError(f"{path} is not a draft config: {error}") from error

@@ -33,6 +33,8 @@ class RopeScaling:
     original_max_position: int
 
     def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ModelLoadError(f"rope kind must be linear or llama3, found {self.kind!r}")
         if not math.isfinite(self.factor) or self.factor < 1.0:
             raise ModelLoadError(f"rope factor must be a number of at least 1, found {self.factor}")
         if self.kind == "llama3" and not 0.0 < self.low_freq_factor < self.high_freq_factor < math.inf:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from app.bench import BenchPlan, Cell, measure, speedup_interval
+from app.bench import BenchPlan, Cell, Divergence, measure, speedup_interval
 from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
 from tests.app.harness import make_facts
 
@@ -50,7 +50,8 @@ def make_plan(**fields: object) -> BenchPlan:
 
 
 def make_cell(arm: str, rows: int, identical_rows: int) -> Cell:
-    return Cell(1, 5, arm, 1.0, 1.0, 1.0, 1.0, 1.0, rows, identical_rows)
+    divergences = tuple(Divergence((7, 8), 1, 2) for _ in range(rows - identical_rows))
+    return Cell(1, 5, arm, 1.0, 1.0, 1.0, 1.0, 1.0, rows, divergences)
 
 
 def test_cells_hold_the_ratios_of_what_was_timed() -> None:

@@ -16,7 +16,9 @@ def make_load(num_running: int) -> Load:
     [(0, "tree-8"), (1, "tree-8"), (4, "tree-8"), (5, "chain-3"), (32, "chain-3"), (33, "off"), (500, "off")],
 )
 def test_auto_follows_the_table_by_running_rows(num_running, name):
-    dispatcher: Dispatcher = StaticDispatcher(SpeculationConfig(), TreeLibrary.search())
+    dispatcher: Dispatcher = StaticDispatcher(
+        SpeculationConfig(table=((4, "tree-8"), (32, "chain-3"))), TreeLibrary.search()
+    )
     assert dispatcher.choose(make_load(num_running)).name == name
 
 

@@ -42,7 +42,7 @@ class OracleDrafter:
             strict=True,
         )
         drafted = [self._draft_row(row, tree, *state) for row, state in enumerate(rows)]
-        return DraftOutput(torch.tensor(drafted))
+        return DraftOutput(torch.tensor(drafted, device=tree.parents.device))
 
     def _draft_row(self, row: int, tree: TreeTensors, seed: int, root_position: int, root: int) -> list[int]:
         text = self.texts[seed]

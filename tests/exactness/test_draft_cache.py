@@ -9,6 +9,7 @@ from engine.draft.drafter import Drafter
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import NodeScratch
+from engine.model.llama import LlamaForCausalLM
 from engine.request import FinishReason
 from tests.exactness.tiny import (
     CONFIG,
@@ -45,16 +46,17 @@ DRAFT = DraftConfig(
 )
 
 
-def build_drafter(shape: EngineShape) -> Drafter:
+def build_drafter(shape: EngineShape, target: LlamaForCausalLM = TARGET) -> Drafter:
+    device = target.embed_tokens.weight.device
     torch.manual_seed(3)
-    head = DraftHead(DRAFT, num_positions=MAX_LEN + 128, dtype=torch.float32)
+    head = DraftHead(DRAFT, num_positions=MAX_LEN + 128, dtype=torch.float32).to(device)
     head.target_ids.copy_(torch.randperm(VOCAB)[: DRAFT.draft_vocab_size])
-    head.requires_grad_(False).bind(TARGET.embed_tokens.weight, TARGET.head_weight)
+    head.requires_grad_(False).bind(target.embed_tokens.weight, target.head_weight)
     sizes = runner_shape(shape, shape.feature_window - 1)
-    kv_shape = (2, 8, torch.float32, torch.device("cpu"))
+    kv_shape = (2, 8, torch.float32, device)
     pool = KVPool(DRAFT.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
     scratch = NodeScratch(DRAFT.num_layers, shape.max_num_seqs, 65, *kv_shape)
-    return Drafter(head, pool, scratch, create_backend("auto", torch.device("cpu")), shape.block_size)
+    return Drafter(head, pool, scratch, create_backend("auto", device), shape.block_size)
 
 
 def draft_keys(drafter: Drafter, num_positions: int) -> torch.Tensor:

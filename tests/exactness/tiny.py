@@ -85,7 +85,7 @@ def build_engine(
         speculation=speculation,
     )
     library = TreeLibrary.search(max_depth=shape.feature_window - 1 if drafter else 0)
-    backend = create_backend("auto", torch.device("cpu"))
+    backend = create_backend("auto", target.embed_tokens.weight.device)
     runner = runner_type(target, drafter, backend, runner_shape(shape, library.max_depth), (EOS,))
     facts = EngineFacts(
         model_name="tiny",
