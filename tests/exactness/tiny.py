@@ -62,6 +62,7 @@ class EngineShape:
     block_size: int = 4
     num_blocks: int = 400
     max_num_seqs: int = 8
+    max_num_waiting: int = 1024
     max_batched_tokens: int = 256
     enable_prefix_cache: bool = True
     feature_window: int = 16
@@ -80,6 +81,7 @@ def build_engine(
         model="tiny",
         block_size=shape.block_size,
         max_num_seqs=shape.max_num_seqs,
+        max_num_waiting=shape.max_num_waiting,
         max_batched_tokens=shape.max_batched_tokens,
         enable_prefix_cache=shape.enable_prefix_cache,
         speculation=speculation,

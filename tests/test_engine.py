@@ -1,0 +1,231 @@
+"""The engine's own duties: refusing, aborting, counting, and loading what a config names."""
+
+import logging
+
+import pytest
+
+from engine.config import SpeculationConfig
+from engine.draft.loader import WEIGHTS
+from engine.engine import Engine
+from engine.errors import CapacityError, ConfigError, DraftMismatchError, ModelLoadError, RequestError
+from engine.request import FinishReason, SamplingParams
+from tests.exactness.folder import engine_config, write_draft, write_target
+from tests.exactness.oracle import FIRST, AdversarialDrafter, OracleDrafter
+from tests.exactness.tiny import EOS, VOCAB, EngineShape, build_engine, build_target, prompts, request_of, run
+
+TARGET = build_target()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folders of the tiny target and of a head for it."""
+    root = tmp_path_factory.mktemp("models")
+    write_target(root / "target")
+    write_draft(root / "draft", root / "target")
+    return root / "target", root / "draft"
+
+
+def asked_of(num: int, **sampling):
+    return [request_of(f"r{idx}", prompt, 100 + idx, **sampling) for idx, prompt in enumerate(prompts(num))]
+
+
+def plain(asked):
+    return {
+        name: text
+        for r in asked
+        for name, text in run(build_engine(TARGET, None, EngineShape()), [r]).items()
+    }
+
+
+@pytest.mark.parametrize("mode", ["off", "chain-3", "tree-16"])
+def test_a_loaded_engine_emits_what_the_networks_in_memory_do(folders, mode):
+    target, draft = folders
+    asked = asked_of(3)
+    config = engine_config(target, draft, speculation=SpeculationConfig(mode=mode))
+    engine = Engine.load(config)
+    assert run(engine, asked) == plain(asked)
+    assert (engine.stats().num_accepted > 0) == (mode != "off")
+
+
+def test_without_a_draft_auto_decodes_plainly_and_a_tree_is_refused(folders):
+    engine = Engine.load(engine_config(folders[0]))
+    asked = asked_of(2)
+    assert run(engine, asked) == plain(asked)
+    assert engine.stats().steps_by_tree[0][0] == "off"
+    with pytest.raises(RequestError, match="chain-2") as refusal:
+        engine.add(request_of("tree", (7,), 1, speculation="chain-2"))
+    assert refusal.value.parameter == "speculation"
+
+
+def test_a_draft_whose_weights_changed_is_refused(folders, tmp_path):
+    write_draft(tmp_path, folders[0])
+    weights = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    with pytest.raises(ModelLoadError, match="sha256"):
+        Engine.load(engine_config(folders[0], tmp_path))
+
+
+def test_a_draft_of_other_target_weights_is_refused(folders, tmp_path):
+    write_target(tmp_path / "other")
+    config = (tmp_path / "other" / "config.json").read_text()
+    (tmp_path / "other" / "config.json").write_text(config.replace("10000.0", "20000.0"))
+    with pytest.raises(DraftMismatchError, match="choose a draft"):
+        Engine.load(engine_config(tmp_path / "other", folders[1]))
+
+
+@pytest.mark.parametrize(
+    "speculation", [SpeculationConfig(mode="tree-9"), SpeculationConfig(table=((4, "chain-99"),))]
+)
+def test_a_tree_that_does_not_exist_stops_the_start(folders, speculation):
+    with pytest.raises(ConfigError, match="no tree is called"):
+        Engine.load(engine_config(*folders, speculation=speculation))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "parameter"),
+    [
+        ((1, VOCAB), {}, "prompt"),
+        ((-1, 3), {}, "prompt"),
+        ((7,) * 256, {}, "prompt"),
+        ((7,), {"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),
+        ((7,), {"stop_token_ids": (VOCAB,), "min_tokens": 2}, "stop_token_ids"),
+        ((7,), {"stop_token_ids": (3, -1)}, "stop_token_ids"),
+        ((7,), {"speculation": "tree-7"}, "speculation"),
+        ((7,) * 100, {"max_tokens": 100}, "max_tokens"),
+    ],
+)
+def test_what_can_never_run_is_refused_by_the_field_to_change(prompt, sampling, parameter):
+    engine = build_engine(TARGET, None, EngineShape(num_blocks=40))
+    with pytest.raises(RequestError) as refusal:
+        engine.add(request_of("r", prompt, 1, **sampling))
+    assert refusal.value.parameter == parameter
+    assert not engine.has_work
+    assert engine.stats().num_prompt_tokens == 0
+
+
+@pytest.mark.parametrize("field", ["top_k", "max_tokens"])
+def test_counts_that_no_device_integer_holds_are_refused(field):
+    SamplingParams(**{field: 2**31 - 1})
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(**{field: 2**63})
+    assert refusal.value.parameter == field
+
+
+def test_the_largest_counts_are_served():
+    asked = [request_of("r0", prompts(1)[0], 100, top_k=2**31 - 1, temperature=0.8, max_tokens=9)]
+    engine = build_engine(TARGET, None, EngineShape())
+    assert len(run(engine, asked)["r0"]) == 9
+    huge = request_of("r1", prompts(1)[0], 1, max_tokens=2**31 - 1, min_tokens=2**31 - 1, ignore_eos=False)
+    assert len(run(engine, [huge])["r1"]) == 256 - 9
+
+
+def test_a_name_in_use_and_a_full_queue_are_refused():
+    shape = EngineShape(max_num_seqs=1, max_num_waiting=2)
+    engine = build_engine(TARGET, None, shape)
+    first, second, third = asked_of(3)
+    engine.add(first)
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(first)
+    engine.add(second)
+    with pytest.raises(CapacityError):
+        engine.add(third)
+    engine.step()  # the first leaves the queue
+    engine.add(third)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_an_abort_frees_all_at_once_and_changes_no_neighbour(num_steps):
+    asked = asked_of(3)
+    texts = {r.sampling.seed: (*r.prompt_token_ids, *plain(asked)[r.request_id]) for r in asked}
+    engine = build_engine(TARGET, OracleDrafter(texts, FIRST), EngineShape(mode="chain-2"))
+    outputs = {r.request_id: [] for r in asked}
+    for request in asked:
+        engine.add(request)
+
+    def step():
+        for delta in engine.step():
+            outputs[delta.request_id] += delta.token_ids
+
+    for _ in range(num_steps):
+        step()
+    held = engine.stats().num_held_blocks
+    assert engine.abort("r1")
+    assert not engine.abort("r1")
+    assert not engine.abort("nobody")
+    assert engine.stats().num_held_blocks < held or num_steps == 0
+    num_kept = len(outputs["r1"])
+    while engine.has_work:
+        step()
+    assert len(outputs.pop("r1")) == num_kept, "nothing comes after an abort"
+    assert {name: tuple(tokens) for name, tokens in outputs.items()} == {
+        name: text for name, text in plain(asked).items() if name != "r1"
+    }
+    stats = engine.stats()
+    assert (stats.num_held_blocks, stats.num_aborted, stats.num_finished) == (0, 1, 2)
+
+
+def test_the_counters_add_up():
+    asked = asked_of(4, max_tokens=17)
+    texts = {r.sampling.seed: (*r.prompt_token_ids, *plain(asked)[r.request_id]) for r in asked}
+    engine = build_engine(TARGET, OracleDrafter(texts, FIRST), EngineShape(mode="chain-3"))
+    deltas = []
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        deltas += engine.step()
+    stats = engine.stats()
+    assert stats.num_output_tokens == sum(len(delta.token_ids) for delta in deltas) == 4 * 17
+    assert stats.num_calls == len(deltas)
+    assert stats.num_accepted == sum(delta.num_accepted_in_step for delta in deltas)
+    assert sum(stats.accepted_by_depth) == stats.num_accepted
+    assert stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in asked)
+    last = {delta.request_id: delta for delta in deltas}
+    assert all(delta.finish_reason is FinishReason.LENGTH for delta in last.values())
+    assert sum(delta.num_calls for delta in last.values()) == stats.num_calls
+    assert sum(delta.num_accepted for delta in last.values()) == stats.num_accepted
+    assert stats.num_drafted >= sum(delta.num_drafted for delta in last.values())
+    assert (stats.num_finished, stats.num_running, stats.num_waiting) == (4, 0, 0)
+
+
+def test_a_stop_token_inside_a_path_ends_the_answer_there():
+    (free,) = asked_of(1)
+    text = plain([free])["r0"]
+    idx = next(idx for idx in range(6, len(text)) if text[idx] not in text[:idx])
+    asked = request_of("r0", free.prompt_token_ids, 100, stop_token_ids=(text[idx],))
+    texts = {100: (*free.prompt_token_ids, *text)}
+    engine = build_engine(TARGET, OracleDrafter(texts, FIRST), EngineShape(mode="chain-7"))
+    engine.add(asked)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert tuple(token for delta in deltas for token in delta.token_ids) == text[: idx + 1]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert deltas[-1].num_accepted_in_step == len(deltas[-1].token_ids), "the stop was a draft"
+
+
+def test_requests_without_a_seed_draw_differently_and_repeat_with_the_engine():
+    def outputs():
+        engine = build_engine(TARGET, None, EngineShape(enable_prefix_cache=False))
+        asked = [request_of(f"r{idx}", (10, 11, 12), None, temperature=1.0) for idx in range(3)]
+        return run(engine, asked)
+
+    first = outputs()
+    assert len(set(first.values())) == 3
+    assert outputs() == first
+
+
+def test_a_draft_that_is_never_right_is_reported_once(caplog):
+    asked = asked_of(6, max_tokens=40)
+    texts = {r.sampling.seed: (*r.prompt_token_ids, *plain(asked)[r.request_id]) for r in asked}
+    engine = build_engine(TARGET, AdversarialDrafter(texts), EngineShape(mode="tree-16"))
+    with caplog.at_level(logging.WARNING, "engine.engine"):
+        run(engine, asked)
+    assert [record.message.split(" drafted=")[0] for record in caplog.records] == ["no draft accepted"]
+
+
+def test_a_request_ends_at_the_models_own_stop_unless_it_ignores_it():
+    (prompt,) = prompts(1)
+    biased = {"logit_bias": ((EOS, 50.0),)}
+    engine = build_engine(TARGET, None, EngineShape())
+    assert run(engine, [request_of("r0", prompt, 1, ignore_eos=False, **biased)])["r0"] == (EOS,)
+    assert run(engine, [request_of("r1", prompt, 1, max_tokens=5, **biased)])["r1"] == (EOS,) * 5
