@@ -7,7 +7,9 @@ from torch import Tensor
 class TreeScratch:
     """The K and V of one pass, a pair per layer, in the dtype of the pages.
 
-    So an ancestor seen in a tree equals the same token seen in the cache. One pass overwrites the one before.
+    So an ancestor seen in a tree equals the same token seen in the cache. Only finite values are kept: a
+    drafted branch that overflows must not reach its siblings through a masked product. One pass overwrites
+    the one before.
     """
 
     def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
@@ -16,16 +18,17 @@ class TreeScratch:
 
     def store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep k, v [B, N, Hkv, D] of one layer and return them as later steps will read them."""
-        pair = self._pairs[layer_idx] = (k.to(self._dtype), v.to(self._dtype))
+        pair = (k.to(self._dtype).nan_to_num(0.0), v.to(self._dtype).nan_to_num(0.0))
+        self._pairs[layer_idx] = pair
         return pair
 
     def gather(self, path: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V, [L, B * W, Hkv, D], of the node ids path [B, W], finite for the pages."""
+        """Return K and V, [L, B * W, Hkv, D], of the node ids path [B, W]."""
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
         pairs = [pair for pair in self._pairs if pair is not None]
         assert len(pairs) == len(self._pairs), "a layer has not stored its K/V"
         k, v = (torch.stack(layers)[:, rows, path].flatten(1, 2) for layers in zip(*pairs, strict=True))
-        return k.nan_to_num_(0.0), v.nan_to_num_(0.0)
+        return k, v
 
 
 class NodeScratch:
