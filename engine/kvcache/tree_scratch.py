@@ -9,7 +9,9 @@ from engine.kvcache.kv_pool import finite
 class TreeScratch:
     """The K and V of one pass, a pair per layer, in the dtype of the pages.
 
-    So an ancestor seen in a tree equals the same token seen in the cache. One pass overwrites the one before.
+    So an ancestor seen in a tree equals the same token seen in the cache. Only `finite` values are kept: a
+    drafted branch that overflows must not reach its siblings through a masked product. One pass overwrites
+    the one before.
     """
 
     def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
@@ -17,10 +19,9 @@ class TreeScratch:
         self._pairs: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     def store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k, v [B, N, Hkv, D] of one layer and return them as later steps will read them: `finite`, for
-        a drafted token that is not must not reach the other branches.
-        """
-        pair = self._pairs[layer_idx] = (finite(k.to(self._dtype)), finite(v.to(self._dtype)))
+        """Keep k, v [B, N, Hkv, D] of one layer and return them as later steps will read them."""
+        pair = (finite(k.to(self._dtype)), finite(v.to(self._dtype)))
+        self._pairs[layer_idx] = pair
         return pair
 
     def gather(self, path: Tensor) -> tuple[Tensor, Tensor]:
