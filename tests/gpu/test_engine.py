@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.exactness.head import build_drafter
 from tests.exactness.oracle import VARYING, OracleDrafter
-from tests.exactness.test_draft_cache import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,44 @@
+"""A random draft head for the tiny target, with pages of its own. Driving it is left to the engine."""
+
+import torch
+
+from engine.attention.registry import create_backend
+from engine.draft.config import DraftConfig
+from engine.draft.drafter import Drafter
+from engine.draft.head import DraftHead
+from engine.kvcache.kv_pool import KVPool
+from engine.kvcache.tree_scratch import NodeScratch
+from engine.model.llama import LlamaForCausalLM
+from tests.exactness.tiny import CONFIG, MAX_LEN, TAPS, VOCAB, EngineShape, runner_shape
+
+DRAFT = DraftConfig(
+    num_layers=2,
+    hidden_size=CONFIG.hidden_size,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_position=MAX_LEN,
+    taps=TAPS,
+    target_hidden_size=CONFIG.hidden_size,
+    target_vocab_size=VOCAB,
+    target_num_layers=CONFIG.num_layers,
+    draft_vocab_size=40,
+    is_feedback_normed=True,
+)
+
+
+def build_drafter(shape: EngineShape, target: LlamaForCausalLM) -> Drafter:
+    device = target.embed_tokens.weight.device
+    torch.manual_seed(3)
+    head = DraftHead(DRAFT, num_positions=MAX_LEN + 128, dtype=torch.float32).to(device)
+    head.target_ids.copy_(torch.randperm(VOCAB)[: DRAFT.draft_vocab_size])
+    head.requires_grad_(False).bind(target.embed_tokens.weight, target.head_weight)
+    sizes = runner_shape(shape, shape.feature_window - 1)
+    kv_shape = (2, 8, torch.float32, device)
+    pool = KVPool(DRAFT.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
+    scratch = NodeScratch(DRAFT.num_layers, shape.max_num_seqs, 65, *kv_shape)
+    return Drafter(head, pool, scratch, create_backend("auto", device), shape.block_size)
