@@ -44,12 +44,14 @@ def test_the_next_pass_replaces_the_last_whatever_its_shape():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_goes_to_the_pages_is_finite(value):
+def test_what_a_pass_reads_and_what_goes_to_the_pages_is_finite(value):
     scratch = TreeScratch(1, torch.bfloat16)
     k, v = draw(1, 2)
     k[0, 0, 0, 0] = v[0, 1, 1, 1] = value
-    scratch.store(0, k, v)
-    assert all(part.isfinite().all() for part in scratch.gather(torch.tensor([[0, 1]])))
+    stored_k, stored_v = scratch.store(0, k, v)
+    assert stored_k[0, 0, 0, 0] == stored_v[0, 1, 1, 1] == 0.0
+    parts = (stored_k, stored_v, *scratch.gather(torch.tensor([[0, 1]])))
+    assert all(part.isfinite().all() for part in parts)
 
 
 def make_nodes(dtype=torch.float32):

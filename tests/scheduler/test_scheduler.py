@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from engine.batch import RowResult, StepResult
@@ -225,6 +227,24 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_are_never_found_aga
     again = simulation.add("again", prompt, max_tokens=2)
     simulation.run()
     assert again.num_prefix_hits == 0
+
+
+@pytest.mark.parametrize("size", [20, 100])
+def test_a_chunk_that_is_not_finite_fails_its_sequence_before_its_blocks_are_found(size):
+    """In the step of the last chunk, and with chunks to come."""
+    simulation = Simulation(max_batched_tokens=50)
+    prompt = [token % 40 for token in range(size)]
+    bad = simulation.add("bad", prompt, max_tokens=20)
+    simulation.step()
+    result = simulation.pending.popleft()
+    (delta,) = simulation.scheduler.commit(dataclasses.replace(result, failed_chunks=(0,)))
+    assert (delta.finish_reason, delta.token_ids) == ("error", ())
+    assert "finite" in delta.message
+    assert bad.num_calls == 0
+    again = simulation.add("again", prompt, max_tokens=2)
+    simulation.run()
+    assert again.num_prefix_hits == 0
+    assert simulation.pool.counts().num_held == 0
 
 
 def test_a_new_draft_forgets_the_prefix_cache_and_keeps_the_output():
