@@ -16,6 +16,7 @@ from tests.exactness.tiny import (
     EngineShape,
     build_engine,
     build_target,
+    collect,
     prompts,
     request_of,
     run,
@@ -251,3 +252,73 @@ def test_a_prompt_of_one_token_is_its_own_root(sampling):
     engine = build_engine(TARGET, oracle(asked, LAST), EngineShape(mode="tree-8"))
     assert run(engine, asked) == plain(asked)
     assert engine.stats().num_accepted > 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_blocks_of_every_size_give_the_same_tokens(block_size, sampling):
+    asked = requests(sampling, num=3)
+    engine = build_engine(TARGET, oracle(asked, VARYING), EngineShape(mode="tree-16", block_size=block_size))
+    assert run(engine, asked) == plain(asked)
+    assert engine.stats().num_accepted > 0
+
+
+EXTRAS = (
+    {"logit_bias": ((7, 9.0), (8, -9.0))},
+    {},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.8},
+    {"min_p": 0.1, "top_k": 9},
+    {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": (30, 31, 32)},
+    {},
+    {"temperature": 1.3},
+    {"presence_penalty": 1.5, "logit_bias": ((9, 5.0),), "min_tokens": 3},
+)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8])
+@pytest.mark.parametrize("mode", ["off", "chain-3", "tree-16"])
+def test_slots_that_change_owners_carry_nothing_over(mode, max_num_seqs):
+    """Eight requests with parameters of their own, of different lengths, over few slots."""
+    asked = [
+        request_of(
+            f"r{idx}",
+            prompts(8)[idx],
+            100 + idx,
+            **({"temperature": 0.8, "top_p": 0.9, "max_tokens": 20 + 3 * (idx % 3)} | extra),
+        )
+        for idx, extra in enumerate(EXTRAS)
+    ]
+    drafter = None if mode == "off" else oracle(asked, VARYING)
+    engine = build_engine(TARGET, drafter, EngineShape(mode=mode, max_num_seqs=max_num_seqs))
+    assert run(engine, asked) == plain(asked)
+    assert (engine.stats().num_accepted > 0) == (mode != "off")
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_everything_at_once_changes_nothing(block_size, sampling):
+    """Hits, chunks, preemption, late arrivals, and trees that change by row and step."""
+    asked = requests(sampling, num=9, shared=14)
+    shape = EngineShape(
+        mode="tree-32",
+        block_size=block_size,
+        num_blocks=132 // block_size,
+        max_num_seqs=5,
+        max_batched_tokens=80,
+    )
+    engine = build_engine(TARGET, oracle(asked, VARYING), shape, ShufflingRunner)
+    outputs = {request.request_id: [] for request in asked}
+    waiting = list(asked)
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop(0))
+        for _ in range(2):
+            for delta in engine.step():
+                collect(outputs, delta)
+    assert {name: tuple(tokens) for name, tokens in outputs.items()} == plain(asked)
+    stats = engine.stats()
+    assert stats.num_held_blocks == 0
+    assert stats.num_free_blocks + stats.num_cached_blocks == engine.facts.num_blocks
+    assert stats.num_preemptions > 0
+    assert stats.num_prefix_hit_tokens > 0
+    assert stats.num_accepted > 0

@@ -97,7 +97,7 @@ def test_a_poisoned_draft_off_the_path_changes_no_token(mode, poison):
     never = {"logit_bias": ((poison, -100.0),)}
     asked = [
         request_of(f"r{idx}", (10, 11, 20 + idx), 100 + idx, speculation=tree, **never)
-        for idx, tree in enumerate(("auto", "off", "chain-2"))
+        for idx, tree in enumerate(("auto", "off", "auto"))
     ]
     plain = run(build_engine(target, None, EngineShape()), asked)
     texts = {r.sampling.seed: (*r.prompt_token_ids, *plain[r.request_id]) for r in asked}
