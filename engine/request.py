@@ -49,8 +49,9 @@ class SamplingParams:
         _require(
             "frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2.0, "in [-2, 2]"
         )
-        _require("max_tokens", self.max_tokens, 1 <= self.max_tokens <= MAX_COUNT, f"1 to {MAX_COUNT}")
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]")
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        most = min(self.max_tokens, MAX_COUNT)
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"0 to {most}")
         if self.seed is not None:
             _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")
         num_biases, num_stops = len(self.logit_bias), len(self.stop_token_ids)

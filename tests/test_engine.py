@@ -103,11 +103,11 @@ def test_what_can_never_run_is_refused_by_the_field_to_change(prompt, sampling, 
     assert engine.stats().num_prompt_tokens == 0
 
 
-@pytest.mark.parametrize("field", ["top_k", "max_tokens"])
+@pytest.mark.parametrize("field", ["top_k", "min_tokens"])
 def test_counts_that_no_device_integer_holds_are_refused(field):
-    SamplingParams(**{field: 2**31 - 1})
+    SamplingParams(**{"max_tokens": 2**63, field: 2**31 - 1})
     with pytest.raises(RequestError) as refusal:
-        SamplingParams(**{field: 2**63})
+        SamplingParams(**{"max_tokens": 2**63, field: 2**63})
     assert refusal.value.parameter == field
 
 
@@ -115,7 +115,7 @@ def test_the_largest_counts_are_served():
     asked = [request_of("r0", prompts(1)[0], 100, top_k=2**31 - 1, temperature=0.8, max_tokens=9)]
     engine = build_engine(TARGET, None, EngineShape())
     assert len(run(engine, asked)["r0"]) == 9
-    huge = request_of("r1", prompts(1)[0], 1, max_tokens=2**31 - 1, min_tokens=2**31 - 1, ignore_eos=False)
+    huge = request_of("r1", prompts(1)[0], 1, max_tokens=2**63, min_tokens=2**31 - 1, ignore_eos=False)
     assert len(run(engine, [huge])["r1"]) == 256 - 9
 
 

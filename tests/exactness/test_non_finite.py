@@ -22,9 +22,12 @@ def run_all(engine, requests: list[Request], num_between: int = 0):
     """Add requests some steps apart and run them; return the tokens and the end of each."""
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     ends: dict[str, FinishReason | None] = {}
+    num_gains = 0
 
     def step():
+        nonlocal num_gains
         for delta in engine.step():
+            num_gains += len(delta.token_ids) > 0
             outputs[delta.request_id] += delta.token_ids
             ends[delta.request_id] = delta.finish_reason
             assert (delta.message is not None) == (delta.finish_reason is FinishReason.ERROR)
@@ -37,6 +40,7 @@ def run_all(engine, requests: list[Request], num_between: int = 0):
         step()
     stats = engine.stats()
     assert stats.num_held_blocks == 0
+    assert stats.num_calls == num_gains
     assert stats.num_failed == sum(end is FinishReason.ERROR for end in ends.values())
     return {name: tuple(tokens) for name, tokens in outputs.items()}, ends
 
