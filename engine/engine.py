@@ -80,10 +80,10 @@ class Engine:
         """Queue a request. Raises `RequestError` where it can never be served, `CapacityError` where not
         now.
         """
-        highest = max(request.prompt_token_ids)
-        if highest >= self.facts.vocab_size or min(request.prompt_token_ids) < 0:
+        outside = [token for token in request.prompt_token_ids if not 0 <= token < self.facts.vocab_size]
+        if outside:
             raise RequestError(
-                f"prompt token ids must lie in 0..{self.facts.vocab_size - 1}, found {highest}", "prompt"
+                f"prompt token ids must lie in 0..{self.facts.vocab_size - 1}, found {outside[0]}", "prompt"
             )
         for token_id, _ in request.sampling.logit_bias:
             if token_id >= self.facts.vocab_size:
