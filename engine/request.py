@@ -40,10 +40,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
         _require("top_k", self.top_k, 0 <= self.top_k <= MAX_COUNT, f"0 (off) to {MAX_COUNT}")
-        _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        _require("top_p", self.top_p, 1e-6 <= self.top_p <= 1.0, "in (0, 1], at least 1e-6")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         _require(
-            "repetition_penalty", self.repetition_penalty, 0.0 < self.repetition_penalty <= 10.0, "in (0, 10]"
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.01 <= self.repetition_penalty <= 10.0,
+            "in [0.01, 10]",
         )
         _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2.0, "in [-2, 2]")
         _require(

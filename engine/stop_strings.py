@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.errors import RequestError
 
 MAX_STOPS = 16
+MAX_STOP_LEN = 1000  # characters; the scan keeps a table entry for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class StopStrings:
     The match that ends first wins, and of those that end together the longest: that is what a reader who
     gets the text character by character would stop at, so the answer does not depend on how it was cut into
     pieces. The answer's text excludes the match unless `include_in_output`. Raises `RequestError` on an
-    empty stop string or too many.
+    empty stop string, one too long, or too many.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
@@ -39,6 +40,11 @@ class StopStrings:
             raise RequestError(f"stop takes at most {MAX_STOPS} strings, found {len(stops)}", "stop")
         if not all(stops):
             raise RequestError("stop strings must not be empty: leave the empty one out", "stop")
+        longest = max(map(len, stops), default=0)
+        if longest > MAX_STOP_LEN:
+            raise RequestError(
+                f"a stop string has at most {MAX_STOP_LEN} characters, found {longest}", "stop"
+            )
         self._automaton = _Automaton(stops)
         self._include_in_output = include_in_output
         self._state = 0
