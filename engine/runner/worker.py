@@ -131,14 +131,24 @@ def load_target(
 def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrary:
     """Return the trees of this engine: those shipped with the draft, or searched ones; none without a draft.
 
-    A tree of depth D needs the features of D + 1 positions at once, which the window must hold.
+    A tree of depth D needs the features of D + 1 positions at once, which the window must hold. Raises
+    `ConfigError` for a tree with more siblings than the draft has tokens.
     """
     if draft is None:
         return TreeLibrary((), max_depth=0)
     max_depth = config.speculation.feature_window - 1
     if draft.trees is None:
-        return TreeLibrary.search(max_depth=max_depth)
-    return TreeLibrary.load(draft.trees, max_depth=max_depth)
+        library = TreeLibrary.search(max_depth=max_depth)
+    else:
+        library = TreeLibrary.load(draft.trees, max_depth=max_depth)
+    for name in library.names:
+        num_siblings = library.get(name).max_rank + 1
+        if num_siblings > draft.config.draft_vocab_size:
+            raise ConfigError(
+                f"{name} has nodes of {num_siblings} children, but the draft has {draft.config.draft_vocab_size} "
+                "tokens: ship trees that are narrower"
+            )
+    return library
 
 
 def create_drafter(head: DraftHead, backend: AttentionBackend, shape: RunnerShape) -> Drafter:

@@ -80,6 +80,14 @@ def test_trees_shipped_with_a_draft_replace_the_searched_ones(model, save_head):
     assert worker.library.names == ("off", "tree-3")
 
 
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(model, save_head):
+    trees = '{"tree-4": [-1, 0, 0, 0]}'
+    with pytest.raises(ConfigError, match="tree-4 has nodes of 3 children, but the draft has 2 tokens"):
+        build_worker(make_config(model, draft=save_head(trees=trees, draft_vocab_size=2)))
+    worker = build_worker(make_config(model, draft=save_head(trees=trees, draft_vocab_size=3)))
+    assert worker.library.get("tree-4").max_rank == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
