@@ -145,8 +145,8 @@ def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrar
         num_siblings = library.get(name).max_rank + 1
         if num_siblings > draft.config.draft_vocab_size:
             raise ConfigError(
-                f"{name} has nodes of {num_siblings} children, but the draft has {draft.config.draft_vocab_size} "
-                "tokens: ship trees that are narrower"
+                f"{name} has nodes of {num_siblings} children, but the draft has "
+                f"{draft.config.draft_vocab_size} tokens: ship trees that are narrower"
             )
     return library
 
