@@ -12,14 +12,14 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.batch import PrefillChunk, StepPlan
 from engine.config import DraftMode
-from engine.draft.drafter import DraftNoise, TreeDrafter
+from engine.draft.drafter import Drafter, DraftNoise, TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.model.llama import LlamaForCausalLM, TargetOutput
 from engine.request import SamplingParams
 from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
-from engine.sampling.verify import verify
+from engine.sampling.verify import Verify, verify
 from engine.speculation import DraftOutput, SamplingTensors, TreeTensors, Verification
 from engine.tree.topology import TreeTopology
 
@@ -46,6 +46,7 @@ class ModelRunner:
         backend: AttentionBackend,
         shape: RunnerShape,
         eos_token_ids: tuple[int, ...],
+        verify: Verify = verify,
     ) -> None:
         config = target.config
         weight = target.embed_tokens.weight
@@ -64,11 +65,16 @@ class ModelRunner:
             dtype=dtype,
             device=self.device,
         )
-        self._drafter = drafter
+        self._drafter, self._verify = drafter, verify
         self._params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
+
+    @property
+    def page_pools(self) -> tuple[KVPool, ...]:
+        """The pages of the target and, where a draft head has some, of the draft."""
+        return (self._pool, self._drafter.pool) if isinstance(self._drafter, Drafter) else (self._pool,)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -142,7 +148,7 @@ class ModelRunner:
         prefix_tables = tables[:, : self._num_blocks(plan.max_prefix_len)]
         output = self._run_target(draft, tree, root_positions, prefix_tables)
         logits = self._target.logits(output.hidden).view(len(host_slots), tree.num_nodes, -1)
-        verification = verify(logits, draft, tree, sampling, root_positions)
+        verification = self._verify(logits, draft, tree, sampling, root_positions)
         self._commit(verification, output, slots, tables, sampling.is_penalized)
         return verification
 
