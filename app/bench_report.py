@@ -46,7 +46,7 @@ def cell_lines(result: CellResult) -> list[str]:
 def json_report(
     plan: SyntheticPlan,
     environment: Mapping[str, str | int | None],
-    rates: MachineRates | None,
+    rates: MachineRates,
     profile_source: str,
     results: Sequence[CellResult],
 ) -> str:
@@ -60,7 +60,7 @@ def json_report(
         "block_size": plan.sizes.block_size,
         "profile_source": profile_source,
         "profile": plan.profile,
-        "rates": None if rates is None else dataclasses.asdict(rates),
+        "rates": dataclasses.asdict(rates),
         "cells": [_cell_report(result) for result in results],
     }
     return json.dumps(report, indent=1) + "\n"

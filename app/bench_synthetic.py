@@ -26,7 +26,7 @@ from engine import (
 
 _GIB = 1 << 30
 _SPARE_SHARE = 1.03  # of the blocks that the rows need: admission leaves a hundredth free
-_DEVICE_SHARE = 0.98  # of the free memory that may be planned for
+_DEVICE_SHARE = 0.985  # of the free memory that may be planned for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,12 @@ class SyntheticBench:
         self._plan, self._clock = plan, clock
         self._deadline = clock() + plan.seconds
         self._num_nodes = max([1, *(num_nodes for num_nodes, _ in plan.tree_sizes)])
+        # Before the memory is taken: measuring needs some.
+        self.rates = MachineRates.measure(plan.sizes)
+        _free_memory()
         self._free_bytes = _free_bytes(plan.sizes)
         self._weights: SyntheticWeights | None = None
         self._engine: SyntheticEngine | None = None
-        self._rates: MachineRates | None = None
-
-    @property
-    def rates(self) -> MachineRates | None:
-        """What this machine does in a second, once a cell was measured."""
-        return self._rates
 
     @property
     def facts(self) -> EngineFacts | None:
@@ -80,11 +77,13 @@ class SyntheticBench:
         return None if self._engine is None else self._engine.engine.facts
 
     def run(self) -> Iterator[CellResult]:
-        """Yield the result of every cell in order."""
+        """Yield the result of every cell in order: what does not fit, or comes too late, is a hole."""
         left = list(self._plan.cells)
         while left:
             cell, left = left[0], left[1:]
             reason = self._misfit(cell)
+            if self._clock() > self._deadline:
+                reason = "not begun: the time was up"
             if reason is None:
                 try:
                     yield self._measure(cell, [c for c in left if self._misfit(c) is None], len(left))
@@ -98,12 +97,9 @@ class SyntheticBench:
 
     def _measure(self, cell: Cell, fitting: Sequence[Cell], num_left: int) -> CellResult:
         bench = self._open(cell, fitting)
-        if self._rates is None:
-            facts = bench.engine.facts
-            self._rates = MachineRates.measure(torch.device(facts.device), getattr(torch, facts.dtype))
         now = self._clock()
         deadline = now + max(0.0, self._deadline - now) / (num_left + 1)
-        arms = measure_cell(bench, cell, self._rates, self._plan.rounds, deadline, self._clock)
+        arms = measure_cell(bench, cell, self.rates, self._plan.rounds, deadline, self._clock)
         return CellResult(cell, tuple(arms), bench.checksum())
 
     def _open(self, cell: Cell, fitting: Sequence[Cell]) -> SyntheticEngine:

@@ -57,7 +57,7 @@ def run_plan(plan: SyntheticPlan, source: str, out: TextIO, folder: Path | None)
     for result in bench.run():
         results.append(result)
         environment: dict[str, str | int | None] = {"gpu": gpu_name()}
-        if bench.facts is not None and bench.rates is not None:
+        if bench.facts is not None:
             environment |= describe_machine(bench.facts)
             if not has_header:
                 out.write("\n".join(header_lines(plan, bench.facts, environment, bench.rates)) + "\n")

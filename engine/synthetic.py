@@ -35,7 +35,7 @@ from engine.tree.library import TreeLibrary
 from engine.tree.search import Profile, acceptance_length, search
 from engine.tree.topology import TreeTopology
 
-_WORKSPACE_BYTES = 3 << 30  # libraries, graphs, and the activations of a step but for its logits
+_WORKSPACE_BYTES = 2 << 30  # libraries, graphs, and the activations of a step but for its logits
 _NUM_LOGIT_COPIES = 3
 
 

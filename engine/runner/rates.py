@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.config import EngineConfig
+from engine.runner.calibrate import choose_device
+
 _NUM_ROUNDS = 5
 _NUM_REPEATS = 10
 
@@ -21,12 +24,15 @@ class MachineRates:
     flops: float
 
     @staticmethod
-    def measure(device: torch.device, dtype: torch.dtype) -> "MachineRates":
-        """Time a copy and a matrix product of random numbers, best of a few rounds: under a second on a
-        GPU.
+    def measure(config: EngineConfig) -> "MachineRates":
+        """Time a copy and a matrix product of random numbers on the device of `config`, best of a few rounds.
+
+        In bfloat16 on CUDA, in float32 elsewhere; under a second on a GPU, and gigabytes of its memory.
         """
+        device = choose_device(config)
         is_cuda = device.type == "cuda"
         num_bytes, size = (1 << 31, 8192) if is_cuda else (1 << 26, 512)
+        dtype = torch.bfloat16 if is_cuda else torch.float32
         source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
         copy = torch.empty_like(source)
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -176,5 +176,5 @@ def _fill(network: N, device: torch.device, seed: int) -> N:
 
 
 def _fill_rotary(rotary: Rotary, computed: Rotary) -> None:
-    rotary.cos.copy_(computed.cos)
-    rotary.sin.copy_(computed.sin)
+    for table, values in zip(rotary.buffers(), computed.buffers(), strict=True):
+        table.copy_(values)
