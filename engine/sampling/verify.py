@@ -5,6 +5,7 @@ into the cache is left to the runner.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,19 @@ class _Siblings:
     nodes: Tensor
     token_ids: Tensor
     ranks: Tensor
+
+
+class Verify(Protocol):
+    """The signature of `verify`, for implementations of one device."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        draft: DraftOutput,
+        tree: TreeTensors,
+        sampling: SamplingTensors,
+        root_positions: Tensor,
+    ) -> Verification: ...
 
 
 def verify(
