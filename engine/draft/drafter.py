@@ -15,6 +15,7 @@ from engine.config import DraftMode
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import NodeScratch
+from engine.layers.rotary import Angles, rotate_qkv
 from engine.sampling.sampler import sample_children
 from engine.speculation import DraftOutput, TreeTensors
 
@@ -112,7 +113,8 @@ class Drafter:
         attend_pages = self.backend.bind(layout, self.block_size)
         slots = slots_of(window.block_tables, window.positions, window.is_pending, self.block_size).flatten()
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q, k, v = rotate_qkv(qkv, angles, self.pool.num_kv_heads)
             self.pool.store(layer_idx, slots, k, v)
             q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
             return attend_pages(q, k, v, self.pool.k[layer_idx], self.pool.v[layer_idx]).flatten(0, 1)
@@ -188,7 +190,8 @@ class _Expansion:
         )
         attend_pages = drafter.backend.bind(layout, drafter.block_size)
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q, k, v = rotate_qkv(qkv, angles, drafter.pool.num_kv_heads)
             q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
             stored_k, stored_v = drafter.scratch.store(layer_idx, nodes, k, v)
             num_keys = self._mask.shape[2]

@@ -20,6 +20,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.num_kv_heads = num_kv_heads
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)

@@ -15,6 +15,7 @@ from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import TreeScratch
+from engine.layers.rotary import Angles, rotate_qkv
 from engine.model.llama import LlamaForCausalLM, TargetOutput
 from engine.request import SamplingParams
 from engine.runner.slot_state import SlotState
@@ -103,7 +104,8 @@ class ModelRunner:
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
         spans = [slice(end - len(chunk.token_ids), end) for chunk, end in zip(chunks, ends, strict=True)]
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q, k, v = rotate_qkv(qkv, angles, self._pool.num_kv_heads)
             self._pool.store(layer_idx, slots.flatten(), k, v)
             k_pages, v_pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
             parts = zip(bound, spans, strict=True)
@@ -179,7 +181,8 @@ class ModelRunner:
         layout = AttentionLayout(tables, torch.zeros_like(ends), ends, tree.ancestor_mask())
         attend_pages = self._backend.bind(layout, self._shape.block_size)
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q, k, v = rotate_qkv(qkv, angles, self._pool.num_kv_heads)
             q, k, v = (x.view(*shape, *x.shape[1:]) for x in (q, k, v))
             stored_k, stored_v = self._scratch.store(layer_idx, k, v)
             pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
