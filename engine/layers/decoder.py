@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.norm import RMSNorm
-from engine.layers.rotary import rotate
+from engine.layers.rotary import Angles
 
-# attend(layer_idx, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]: attention of the T tokens of
-# this pass to each other and to whatever is cached. It owns masks and caches, so a network runs on any of
-# them unchanged.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer_idx, qkv [T, Hq + 2 * Hkv, D], angles) -> [T, Hq, D]: attention of the T tokens of this pass to
+# each other and to whatever is cached. Queries and keys come unrotated: to rotate a key and to store it is
+# one piece of work. It owns masks and caches, so a network runs on any of them unchanged.
+Attend = Callable[[int, Tensor, Angles], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +50,14 @@ class DecoderLayer(nn.Module):
         self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=shape.mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, bias=shape.mlp_bias)
 
-    def forward(
-        self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, layer_idx: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, angles: Angles, attend: Attend, layer_idx: int) -> Tensor:
         """Return the residual stream after the layer, [T, hidden], given x [T, input_size], already
         normalised.
         """
         # `forward` rather than a call, here and in the networks: nobody hooks these modules, and on a CPU a
         # call of a module costs as much as a small operation.
-        shape = self.shape
-        num_rotated = shape.num_heads + shape.num_kv_heads
-        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, shape.head_dim)
-        rotated = rotate(qkv[:, :num_rotated], angles)
-        q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
-        attended = attend(layer_idx, q, k, qkv[:, num_rotated:])
+        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.shape.head_dim)
+        attended = attend(layer_idx, qkv, angles)
         residual = residual + self.o_proj.forward(attended.reshape(x.shape[0], -1))
         gate, up = self.gate_up_proj.forward(self.post_attention_norm.forward(residual)).chunk(2, dim=-1)
         return residual + self.down_proj.forward(F.silu(gate) * up)

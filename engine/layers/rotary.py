@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from engine.model.config import RopeScaling
 
+Angles = tuple[Tensor, Tensor]  # (cos, sin), each [T, 1, head_dim]: see `Rotary`
+
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Return the angle per position of each pair of dimensions, [head_dim / 2] float64.
@@ -47,13 +49,21 @@ class Rotary(nn.Module):
         self.cos: Tensor
         self.sin: Tensor
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> Angles:
         """Return (cos, sin), each [T, 1, head_dim], of `positions` [T] int64."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x [T, heads, head_dim] turned by `angles`, the pair that `Rotary` returns."""
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Return x [T, heads, head_dim] turned by `angles`."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+
+
+def rotate_qkv(qkv: Tensor, angles: Angles, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [T, Hq, D] and k [T, Hkv, D], turned, and v [T, Hkv, D] of qkv [T, Hq + 2 * Hkv, D]."""
+    num_rotated = qkv.shape[1] - num_kv_heads
+    rotated = rotate(qkv[:, :num_rotated], angles)
+    num_heads = num_rotated - num_kv_heads
+    return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotated:]

@@ -14,6 +14,7 @@ from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import TreeScratch
+from engine.layers.rotary import Angles, rotate_qkv
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
 from engine.sampling.verify import Verify
@@ -39,10 +40,11 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutput:
-    """What the target says at every node: logits [B, N, V] and features [B, N, F]."""
+    """What the target says at every node: logits [B, N, V], features [B, N, F] and K/V, in B * N rows."""
 
     logits: Tensor
     features: Tensor
+    scratch: TreeScratch
 
 
 class DecodeStep:
@@ -60,7 +62,6 @@ class DecodeStep:
     ) -> None:
         self._target, self._drafter, self._backend = target, drafter, backend
         self._pool, self._state, self._verify = pool, state, verify
-        self._scratch = TreeScratch(target.config.num_layers, pool.k.dtype)
         self._block_size = pool.k.shape[2]
         self._draft_mode = draft_mode
 
@@ -87,17 +88,21 @@ class DecodeStep:
         layout = AttentionLayout(tables, torch.zeros_like(ends), ends, tree.ancestor_mask())
         attend_pages = self._backend.bind(layout, self._block_size)
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(*shape, *x.shape[1:]) for x in (q, k, v))
-            stored_k, stored_v = self._scratch.store(layer_idx, k, v)
+        scratch = self._pool.scratch(tree.num_rows * tree.num_nodes)
+        nodes = torch.arange(tree.num_rows * tree.num_nodes, device=ends.device)
+
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q, k, v = rotate_qkv(qkv, angles, self._pool.num_kv_heads)
+            scratch.store(layer_idx, nodes, k, v)
             pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
-            return attend_pages(q, stored_k, stored_v, *pages).flatten(0, 1)
+            suffix = scratch.layer(layer_idx, tree.num_rows)
+            return attend_pages(q.view(*shape, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
 
         positions = (root_positions[:, None] + tree.depths).flatten()
         output = self._target(draft.token_ids.clamp(min=0).flatten(), positions, attend)
         logits = self._target.logits(output.hidden).view(*shape, -1)
         # The feature size may be 0, which a view cannot infer.
-        return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]))
+        return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]), scratch)
 
     def commit(self, batch: DecodeBatch, draft: DraftOutput, output: NodeOutput) -> Tensor:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
@@ -114,7 +119,9 @@ class DecodeStep:
         is_kept = step <= verification.num_accepted[:, None]
         tables = state.block_tables[slots, : batch.num_blocks]
         pool_slots = slots_of(tables, root_positions[:, None] + step, is_kept, self._block_size)
-        self._pool.commit(pool_slots.flatten(), *self._scratch.gather(path))
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
+        self._pool.commit(
+            pool_slots.flatten(), output.scratch, (rows * batch.tree.num_nodes + path).flatten()
+        )
         state.commit(slots, verification, output.features[rows, path], sampling.is_penalized)
         return torch.cat((verification.token_ids, verification.is_finite[:, None].long()), dim=1)

@@ -4,7 +4,6 @@ Topology, lengths, tables and parameters are device data, so one set serves ever
 padding rows are the dummy slot. What a step computes is left to `decode_step`.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -59,7 +58,7 @@ class _StepSet:
 
 
 class StepGraphs:
-    """Captures decode steps and replays them. `seconds` and `num_graphs` say what capturing has cost.
+    """Captures decode steps and replays them.
 
     `window` is the most positions a draft can catch up with in one step.
     """
@@ -72,7 +71,6 @@ class StepGraphs:
         self._sets: dict[tuple[int, TreeShape], _StepSet] = {}
         self._memory_pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.seconds = 0.0
         self.num_graphs = 0
 
     @torch.inference_mode()
@@ -83,7 +81,6 @@ class StepGraphs:
         bucket, shape = row_bucket(num_rows), TreeShape.of((topology,))
         if (bucket, shape) in self._sets:
             return
-        started = time.perf_counter()
         self._slots.fill_(DUMMY_SLOT)
         topologies = (topology,) * bucket
         tree = TreeTensors.padded(topologies, shape, self._device)
@@ -95,8 +92,6 @@ class StepGraphs:
         target = self._record(lambda: self._step.run_target(batch, draft))
         commits = {flags: self._record_commit(draft, tree, flags, target.output) for flags in CAPTURED_FLAGS}
         self._sets[bucket, shape] = _StepSet(tree, topologies, draft, drafts, target, commits)
-        torch.cuda.synchronize(self._device)
-        self.seconds += time.perf_counter() - started
 
     def replay(
         self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags

@@ -4,6 +4,8 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import itertools
+import logging
+import time
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +16,18 @@ from engine.batch import PrefillChunk, StepPlan
 from engine.config import DraftMode
 from engine.draft.drafter import TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
+from engine.layers.rotary import Angles, rotate_qkv
 from engine.model.llama import LlamaForCausalLM
 from engine.request import SamplingParams
 from engine.runner.decode_step import DecodeBatch, DecodeStep
-from engine.runner.graphs import StepGraphs
+from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.sampling.verify import verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +82,24 @@ class ModelRunner:
                 self._step, shape.max_num_seqs, shape.table_width, shape.feature_window, self.device
             )
 
-    def capture(self, topology: TreeTopology, num_rows: int) -> None:
-        """Prepare steps of up to `num_rows` rows with trees like `topology`, where this device and this
-        attention backend can replay them.
+    def capture(self, topology: TreeTopology, num_rows: range) -> None:
+        """Prepare steps of so many rows whose widest tree is `topology`, where this device and this attention
+        backend can replay them.
         """
-        if self._graphs is not None:
-            self._graphs.capture(topology, num_rows)
+        if self._graphs is None:
+            return
+        before, started = self._graphs.num_graphs, time.perf_counter()
+        # The largest first: the smaller ones find room in its memory.
+        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
+            self._graphs.capture(topology, bucket)
+        logger.info(
+            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
+            topology.name,
+            num_rows[0],
+            num_rows[-1],
+            self._graphs.num_graphs - before,
+            time.perf_counter() - started,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -116,7 +133,8 @@ class ModelRunner:
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
         spans = [slice(end - len(chunk.token_ids), end) for chunk, end in zip(chunks, ends, strict=True)]
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q, k, v = rotate_qkv(qkv, angles, self._pool.num_kv_heads)
             self._pool.store(layer_idx, slots.flatten(), k, v)
             k_pages, v_pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
             parts = zip(bound, spans, strict=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.draft.head import DraftHead
-from engine.layers.rotary import inverse_frequencies
+from engine.layers.rotary import inverse_frequencies, rotate_qkv
 from tests.draft.tiny_head import make_draft_config
 from tests.layers.plain import attend_causally, plain_layer, plain_norm
 
@@ -30,7 +30,7 @@ def test_it_equals_the_formula(num_layers, is_feedback_normed):
     config = head.config
     token_ids, positions = torch.randint(0, VOCAB, (7,)), torch.arange(20, 27)
     features = torch.randn(7, config.feature_size)
-    feature, hidden = head(token_ids, head.fuse(features), positions, attend_causally)
+    feature, hidden = head(token_ids, head.fuse(features), positions, attend_causally(config.num_kv_heads))
 
     frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     residual = features.double() @ head.fc.weight.double().T
@@ -71,8 +71,9 @@ def test_what_the_target_owns_gets_no_gradient():
     token_ids, positions = torch.arange(3), torch.arange(3)
     features = head.fuse(torch.randn(3, head.config.feature_size))
 
-    def attend(layer_idx, q, k, v):
-        return q + v.repeat_interleave(2, 1)
+    def attend(layer_idx, qkv, angles):
+        q, k, v = rotate_qkv(qkv, angles, head.config.num_kv_heads)
+        return q + (k + v).repeat_interleave(2, 1)
 
     head.logits(head(token_ids, features, positions, attend)[1]).sum().backward()
     assert rows.grad is None
