@@ -4,7 +4,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -170,13 +170,22 @@ class SamplingFlags:
     has_min_tokens: bool = False
 
     @staticmethod
-    def of(params: Collection[SamplingParams]) -> "SamplingFlags":
+    def of(params: SamplingParams) -> "SamplingFlags":
         return SamplingFlags(
-            is_sampled=any(not p.is_greedy for p in params),
-            is_truncated=any(p.is_truncated and not p.is_greedy for p in params),
-            is_penalized=any(p.is_penalized for p in params),
-            is_biased=any(p.logit_bias for p in params),
-            has_min_tokens=any(p.min_tokens for p in params),
+            is_sampled=not params.is_greedy,
+            is_truncated=params.is_truncated and not params.is_greedy,
+            is_penalized=params.is_penalized,
+            is_biased=bool(params.logit_bias),
+            has_min_tokens=params.min_tokens > 0,
+        )
+
+    def __or__(self, other: "SamplingFlags") -> "SamplingFlags":
+        return SamplingFlags(
+            is_sampled=self.is_sampled or other.is_sampled,
+            is_truncated=self.is_truncated or other.is_truncated,
+            is_penalized=self.is_penalized or other.is_penalized,
+            is_biased=self.is_biased or other.is_biased,
+            has_min_tokens=self.has_min_tokens or other.has_min_tokens,
         )
 
 

@@ -72,6 +72,7 @@ class StepGraphs:
         self._memory_pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.num_graphs = 0
+        self.num_replays = 0
 
     @torch.inference_mode()
     def capture(self, topology: TreeTopology, num_rows: int) -> None:
@@ -111,6 +112,7 @@ class StepGraphs:
         width = next((width for width in found.drafts if width >= num_pending), self._window)
         found.drafts[width if found.tree.depth else 1].graph.replay()
         found.target.graph.replay()
+        self.num_replays += 1
         commit = found.commits[flags]
         commit.graph.replay()
         return commit.output[: len(slots)]
@@ -118,7 +120,9 @@ class StepGraphs:
     def _find(self, num_rows: int, topologies: Sequence[TreeTopology]) -> _StepSet | None:
         """Return the smallest set that holds the rows and covers their trees."""
         bucket = row_bucket(num_rows)
-        shape = TreeShape.of(topologies)
+        # By identity first: to hash a tree for every row of every step would cost more than the search.
+        trees = {id(tree): tree for tree in topologies}
+        shape = TreeShape.of(trees.values())
         if (bucket, shape) in self._sets:
             return self._sets[bucket, shape]
         fitting = [key for key in self._sets if key[0] == bucket and key[1].covers(shape)]

@@ -3,8 +3,10 @@
 What a step holds is decided by the scheduler; how a network computes is left to the modules it is given.
 """
 
+import functools
 import itertools
 import logging
+import operator
 import time
 from dataclasses import dataclass
 
@@ -18,7 +20,6 @@ from engine.draft.drafter import TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles, rotate_qkv
 from engine.model.llama import LlamaForCausalLM
-from engine.request import SamplingParams
 from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.slot_state import SlotState
@@ -70,7 +71,7 @@ class ModelRunner:
             device=self.device,
         )
         self._drafter = drafter
-        self._params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * (shape.max_num_seqs + 1)
+        self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
@@ -108,7 +109,7 @@ class ModelRunner:
         if plan.admissions:
             self._state.admit(plan.admissions, self._eos_token_ids)
         for admission in plan.admissions:
-            self._params[admission.slot] = admission.sampling
+            self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
             self._num_pending[admission.slot] = 1
         if plan.growths:
             self._state.grow(plan.growths)
@@ -165,7 +166,7 @@ class ModelRunner:
         slots = [row.slot for row in plan.rows]
         topologies = tuple(row.topology for row in plan.rows)
         depth = max(topology.depth for topology in topologies)
-        flags = SamplingFlags.of([self._params[slot] for slot in slots])
+        flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})
         num_pending = max(self._num_pending[slot] for slot in slots)
         for slot in slots:
             # A step of roots only does no draft work: its positions stay pending.

@@ -1,5 +1,7 @@
 """Device state against a plain model of it: what a window holds, what a commit moves, what stays behind."""
 
+import functools
+import operator
 import random
 from dataclasses import dataclass, field
 
@@ -184,7 +186,9 @@ def test_a_prefix_hit_runs_its_last_token_again_without_storing_it():
 
 
 def warped(state: SlotState, slots: list[int], params: list[SamplingParams], logits: torch.Tensor):
-    sampling = state.sampling(torch.tensor(slots), SamplingFlags.of(params))
+    sampling = state.sampling(
+        torch.tensor(slots), functools.reduce(operator.or_, map(SamplingFlags.of, params))
+    )
     return warp(logits, sampling, sampling.output_counts, state.seq_len[slots] + 1), sampling
 
 
@@ -246,7 +250,7 @@ def test_a_row_that_asks_for_nothing_costs_nothing():
     state = make_state()
     state.admit([admission(1, (1, 2))], EOS)
     greedy = SamplingParams(temperature=0.0, top_p=0.5)
-    sampling = state.sampling(torch.tensor([1]), SamplingFlags.of([greedy]))
+    sampling = state.sampling(torch.tensor([1]), SamplingFlags.of(greedy))
     flags = ("is_sampled", "is_truncated", "is_penalized", "is_biased", "has_min_tokens")
     assert not any(getattr(sampling, name) for name in flags)
     assert sampling.output_counts.shape == (1, 0)
