@@ -238,6 +238,6 @@ def _suffix_mask(tree: TreeTensors) -> Tensor:
     already.
     """
     mask = F.pad(tree.ancestor_mask(), (0, 1, 0, 1))
-    mask[:, :, 0] = False
-    mask[:, -1, -1] = True
+    mask[:, :, 0].fill_(False)
+    mask[:, -1, -1].fill_(True)
     return mask

@@ -87,10 +87,10 @@ class SlotState:
         self.draft_start[slots] = draft_start
         self._seed[slots], self._top_k[slots], self._stop_from[slots] = seed, top_k, stop_from
         self._numbers[slots] = self._row(numbers, torch.float32).view(len(admissions), -1)
-        self.block_tables[slots] = 0
-        self.features[slots] = 0
+        self.block_tables.index_fill_(0, slots, 0)
+        self.features.index_fill_(0, slots, 0)
         # Read as soon as one row of the batch is biased, so an unbiased row must not keep what its slot had.
-        self._bias_values[slots] = 0.0
+        self._bias_values.index_fill_(0, slots, 0.0)
         for admission in admissions:
             self._admit_vocabulary(admission, eos_token_ids)
 
@@ -104,8 +104,8 @@ class SlotState:
             self._bias_values[slot, :num_biases] = self._row([b[1] for b in params.logit_bias], torch.float32)
         if params.is_penalized:
             tokens = self._row(admission.tokens, torch.int64)
-            self._prompt_mask[slot] = False
-            self._prompt_mask[slot, tokens[: admission.num_prompt]] = True
+            self._prompt_mask[slot].zero_()
+            self._prompt_mask[slot].index_fill_(0, tokens[: admission.num_prompt], True)
             counts = self._output_counts[slot].zero_()
             emitted = tokens[admission.num_prompt :]
             counts.scatter_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
@@ -113,7 +113,7 @@ class SlotState:
             stops = list(
                 dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
             )
-            self._stop_token_ids[slot] = -1
+            self._stop_token_ids[slot].fill_(-1)
             self._stop_token_ids[slot, : len(stops)] = self._row(stops, torch.int64)
 
     def grow(self, growths: Sequence[BlockGrowth]) -> None:
@@ -199,7 +199,7 @@ class SlotState:
         self.tokens[rows, columns] = torch.cat((self.root_token[rows], token_ids[:, :-1]), dim=1)
         self.seq_len[slots] += verification.num_accepted + 1
         self.root_token[slots] = verification.next_token
-        self.seq_len[DUMMY_SLOT] = 0
+        self.seq_len[DUMMY_SLOT].zero_()  # an assignment would copy the number from the host
         if is_penalized:
             counts = is_kept.to(torch.int32)
             self._output_counts.index_put_((rows.expand_as(token_ids), token_ids), counts, accumulate=True)
