@@ -6,6 +6,7 @@ Choosing the positions of tokens is left to the caller.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.config import RopeScaling
@@ -44,14 +45,14 @@ class Rotary(nn.Module):
         angles = positions[:, None] * inverse_frequencies(head_dim, theta, scaling)
         cos, sin = angles.cos(), angles.sin()
         # The first half meets -sin and the second +sin, so that a rotation is x * cos + swap(x) * sin.
-        self.register_buffer("cos", torch.cat((cos, cos), -1).to(dtype), persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), -1).to(dtype), persistent=False)
-        self.cos: Tensor
-        self.sin: Tensor
+        table = torch.cat((cos, cos, -sin, sin), -1).to(dtype)
+        self.register_buffer("table", table, persistent=False)
+        self.table: Tensor  # [num_positions, 2 * head_dim]
 
     def forward(self, positions: Tensor) -> Angles:
         """Return (cos, sin), each [T, 1, head_dim], of `positions` [T] int64."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = F.embedding(positions, self.table).unsqueeze(1).chunk(2, dim=-1)
+        return cos, sin
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:

@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "stop_strings",
         "weights.json_object < model.config",
     ),
-    ("kvcache", "layers", "sampling", "grammar", "weights"),
+    ("kvcache < layers", "sampling", "grammar", "weights"),
     ("attention", "transfer"),
     ("model < draft", "scheduler", "dispatcher"),
     ("runner",),

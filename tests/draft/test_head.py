@@ -6,6 +6,7 @@ import torch
 from engine.draft.head import DraftHead
 from engine.layers.rotary import inverse_frequencies, rotate_qkv
 from tests.draft.tiny_head import make_draft_config
+from tests.layers.counted_ops import CountedOps
 from tests.layers.plain import attend_causally, plain_layer, plain_norm
 
 HIDDEN, VOCAB = 48, 320
@@ -62,6 +63,16 @@ def test_only_its_own_weights_and_vocabulary_are_saved():
         "norm",
         "target_ids",
     }
+
+
+def test_it_runs_on_the_ops_it_is_told_to_use():
+    head = make_head()[0]
+    inputs = torch.arange(4), torch.randn(4, HIDDEN), torch.arange(4), attend_causally(2)
+    expected = head(*inputs)
+    ops = CountedOps()
+    head.use(ops)
+    assert all(torch.equal(found, right) for found, right in zip(head(*inputs), expected, strict=True))
+    assert ops.counts == {"norm_pair": 1, "add_norm": 4, "silu_mul": 2}
 
 
 def test_what_the_target_owns_gets_no_gradient():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.layers.decoder import DecoderLayer, LayerShape
+from engine.layers.ops import TorchOps
 from engine.layers.rotary import Rotary, inverse_frequencies
 from tests.layers.plain import attend_causally, plain_layer
 
@@ -26,7 +27,7 @@ def test_it_equals_the_formula(input_size, attention_bias, mlp_bias):
         parameter.normal_(std=0.5)
     x, residual, positions = torch.randn(9, input_size), torch.randn(9, 24), torch.arange(3, 12)
     angles = Rotary(8, 10000.0, None, 16, torch.float32)(positions)
-    found = layer(x, residual, angles, attend_causally(shape.num_kv_heads), 0)
+    found = sum(layer(x, residual, angles, attend_causally(shape.num_kv_heads), 0, TorchOps()))
     expected = plain_layer(layer, x, residual, positions, inverse_frequencies(8, 10000.0, None))
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
@@ -44,7 +45,7 @@ def test_attention_is_given_the_layer_with_unrotated_heads():
     before = residual.clone()
     angles = Rotary(8, 10000.0, None, 5, torch.float32)(torch.arange(5))
     x = torch.randn(5, 24)
-    layer(x, residual, angles, attend, 7)
+    layer(x, residual, angles, attend, 7, TorchOps())
     ((layer_idx, qkv, given_angles),) = asked
     assert layer_idx == 7
     assert given_angles is angles
