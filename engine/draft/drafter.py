@@ -14,7 +14,7 @@ from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool, slots_of
-from engine.layers.rotary import Angles, rotate_qkv
+from engine.layers.rotary import Angles
 from engine.sampling.sampler import sample_children
 from engine.speculation import DraftOutput, TreeTensors
 
@@ -108,16 +108,18 @@ class Drafter:
         )
         attend_pages = self.backend.bind(layout, self.block_size)
         slots = slots_of(window.block_tables, window.positions, window.is_pending, self.block_size).flatten()
+        scratch, ops = self.pool.scratch(num_rows * width), self.head.ops
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q, k, v = rotate_qkv(qkv, angles, self.pool.num_kv_heads)
-            self.pool.store(layer_idx, slots, k, v)
-            q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
-            return attend_pages(q, k, v, self.pool.k[layer_idx], self.pool.v[layer_idx]).flatten(0, 1)
+            q = ops.rope_store(qkv, angles, scratch.k[layer_idx], scratch.v[layer_idx])
+            pages = self.pool.k[layer_idx], self.pool.v[layer_idx]
+            suffix = scratch.layer(layer_idx, num_rows)
+            return attend_pages(q.view(num_rows, width, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
 
         fused = self.head.fuse(window.features.flatten(0, 1))
         positions = window.positions.clamp(min=0).flatten()
         feature, hidden = self.head(window.token_ids.flatten(), fused, positions, attend)
+        self.pool.commit(slots, scratch, torch.arange(num_rows * width, device=slots.device))
         return feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1)
 
 
@@ -145,7 +147,7 @@ class _Expansion:
         self._parents = _pad_column(tree.parents)
         self._ranks = _pad_column(tree.ranks)
         self._mask = _suffix_mask(tree)
-        self._scratch = drafter.pool.scratch(num_rows * (num_nodes + 1))
+        self._scratch = drafter.pool.scratch(num_rows * (num_nodes + 1)).zero_()
         self._tokens = torch.full((num_rows, num_nodes + 1), -1, dtype=torch.int64, device=device)
         self._tokens[:, 0] = window.token_ids[:, -1]
         self._children = torch.zeros(
@@ -189,8 +191,8 @@ class _Expansion:
         scratch_rows = (self._rows * self._mask.shape[2] + nodes).flatten()
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q, k, v = rotate_qkv(qkv, angles, drafter.pool.num_kv_heads)
-            self._scratch.store(layer_idx, scratch_rows, k, v)
+            k, v = self._scratch.k[layer_idx], self._scratch.v[layer_idx]
+            q = drafter.head.ops.rope_store(qkv, angles, k, v, scratch_rows)
             pages = drafter.pool.k[layer_idx], drafter.pool.v[layer_idx]
             suffix = self._scratch.layer(layer_idx, num_rows)
             return attend_pages(q.view(num_rows, width, *q.shape[1:]), *suffix, *pages).flatten(0, 1)

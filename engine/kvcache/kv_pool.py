@@ -34,9 +34,13 @@ class KVPool:
         self.v[layer_idx].view(-1, *v.shape[1:]).index_copy_(0, slots, finite(v))
 
     def scratch(self, num_tokens: int) -> TreeScratch:
-        """Return room for the K/V of `num_tokens` nodes: zeros, since a masked product must not meet NaN."""
+        """Return room for the K/V of `num_tokens` nodes; whoever reads a row must have written it."""
         shape = (self.k.shape[0], num_tokens, *self.k.shape[3:])
-        return TreeScratch(self.k.new_zeros(shape), self.v.new_zeros(shape))
+        return TreeScratch(self.k.new_empty(shape), self.v.new_empty(shape))
+
+    def rows(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return K and V of one layer by slot, [num_blocks * block_size, Hkv, D]."""
+        return self.k[layer_idx].flatten(0, 1), self.v[layer_idx].flatten(0, 1)
 
     def commit(self, slots: Tensor, scratch: TreeScratch, rows: Tensor) -> None:
         """Copy rows [R] of a scratch, of all layers, to slots [R]."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kvcache.kv_pool import finite
+from engine.kvcache.finite import finite
 from engine.layers.rotary import Angles, rotate_qkv
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max

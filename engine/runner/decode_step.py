@@ -14,7 +14,7 @@ from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import TreeScratch
-from engine.layers.rotary import Angles, rotate_qkv
+from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
 from engine.sampling.verify import Verify
@@ -89,11 +89,10 @@ class DecodeStep:
         attend_pages = self._backend.bind(layout, self._block_size)
 
         scratch = self._pool.scratch(tree.num_rows * tree.num_nodes)
-        nodes = torch.arange(tree.num_rows * tree.num_nodes, device=ends.device)
+        ops = self._target.ops
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q, k, v = rotate_qkv(qkv, angles, self._pool.num_kv_heads)
-            scratch.store(layer_idx, nodes, k, v)
+            q = ops.rope_store(qkv, angles, scratch.k[layer_idx], scratch.v[layer_idx])
             pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
             suffix = scratch.layer(layer_idx, tree.num_rows)
             return attend_pages(q.view(*shape, *q.shape[1:]), *suffix, *pages).flatten(0, 1)

@@ -54,7 +54,7 @@ def test_a_commit_fills_the_same_slots_of_every_layer():
     nodes, slots = torch.tensor([6, 0, 2]), torch.tensor([17, 5, 6])
     for layer_idx in range(NUM_LAYERS):
         k, v = torch.randn(2, 7, NUM_KV_HEADS, HEAD_DIM)
-        scratch.store(layer_idx, torch.arange(7), k, v)
+        scratch.k[layer_idx], scratch.v[layer_idx] = k, v
         other.store(layer_idx, slots, k[nodes], v[nodes])
     pool.commit(slots, scratch, nodes)
     assert torch.equal(pool.k, other.k)
