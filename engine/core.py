@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineDeadError, EyasError
+from engine.errors import EngineDeadError, EyasError, StepError
 from engine.messages import (
     Abort,
     Add,
@@ -25,6 +25,8 @@ from engine.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+ADD_FAILED = "the engine could not take this request; its log has the reason"
 
 
 class Core:
@@ -62,6 +64,9 @@ class Core:
                     self._engine.add(request)
                 except EyasError as error:
                     self._send(Refused(request.request_id, error))
+                except Exception:  # the edge of one request: the others must not pay for it
+                    logger.exception("request refused request_id=%s", request.request_id)
+                    self._send(Refused(request.request_id, StepError(ADD_FAILED)))
             case Abort(request_id):
                 self._engine.abort(request_id)
             case AskStats():

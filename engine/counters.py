@@ -41,10 +41,14 @@ class Counters:
             for depth in range(delta.num_accepted_in_step):
                 self.accepted_by_depth[depth] += 1
             if delta.finish_reason is not None:
-                is_failed = delta.finish_reason is FinishReason.ERROR
-                self.num_failed += is_failed
-                self.num_finished += not is_failed
-                self.num_prefix_hit_tokens += delta.num_prefix_hits
+                self.count_end(delta)
+
+    def count_end(self, delta: SequenceDelta) -> None:
+        """Count a sequence that finished or failed in its last delta."""
+        is_failed = delta.finish_reason is FinishReason.ERROR
+        self.num_failed += is_failed
+        self.num_finished += not is_failed
+        self.num_prefix_hit_tokens += delta.num_prefix_hits
 
     def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
         """Return the totals beside the gauges of now."""
