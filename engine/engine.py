@@ -15,7 +15,7 @@ from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
 from engine.errors import AdmissionError, RequestError
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
-from engine.request import MAX_STOP_TOKENS, Request, SamplingParams, Sequence
+from engine.request import MAX_STOP_TOKENS, FinishReason, Request, SamplingParams, Sequence
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
 from engine.runner.worker import build_worker
@@ -92,11 +92,16 @@ class Engine:
         self._num_arrived += 1
         self._counters.num_prompt_tokens += len(request.prompt_token_ids)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now, its blocks free at once; False where it is unknown or has ended."""
-        is_aborted = self._scheduler.abort(request_id) is not None
-        self._counters.num_aborted += is_aborted
-        return is_aborted
+    def abort(self, request_id: str, is_finished: bool = False) -> bool:
+        """End a request now, its blocks free at once; False where it is unknown or has ended.
+
+        `is_finished` says that its answer is whole, as after a stop string: it counts as finished.
+        """
+        reason = FinishReason.STOP if is_finished else FinishReason.ABORT
+        sequence = self._scheduler.abort(request_id, reason)
+        if sequence is not None:
+            self._counters.count_end(reason, sequence.num_prefix_hits)
+        return sequence is not None
 
     def step(self) -> tuple[SequenceDelta, ...]:
         """Launch one step if anything can run, then return what the step before it gave."""
@@ -144,7 +149,7 @@ class Engine:
             except AdmissionError as error:
                 plan, delta = self._scheduler.refuse_admission(plan, error.slot)
                 logger.exception("admission failed request_id=%s", delta.request_id)
-                self._counters.count_end(delta)
+                self._counters.count_end(FinishReason.ERROR, delta.num_prefix_hits)
                 failed.append(delta)
         return None, failed
 

@@ -274,7 +274,36 @@ def test_the_counters_add_up():
     assert sum(delta.num_calls for delta in last.values()) == stats.num_calls
     assert sum(delta.num_accepted for delta in last.values()) == stats.num_accepted
     assert stats.num_drafted >= sum(delta.num_drafted for delta in last.values())
+    assert stats.num_drafted == 3 * stats.num_drafts
+    assert stats.num_drafts == dict(stats.steps_by_tree)["chain-3"] >= stats.num_calls
     assert (stats.num_finished, stats.num_running, stats.num_waiting) == (4, 0, 0)
+
+
+def test_plain_rows_draft_nothing():
+    asked = [request_of("off", (10, 11), 100, speculation="off"), request_of("tree", (10, 11), 100)]
+    text = (10, 11, *plain(asked[:1])["off"])
+    engine = build_engine(TARGET, OracleDrafter({100: text}, FIRST), EngineShape(mode="chain-3"))
+    run(engine, asked)
+    stats = engine.stats()
+    rows = dict(stats.steps_by_tree)
+    assert rows["off"] >= 24
+    assert stats.num_drafts == rows["chain-3"] > 0
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_an_abort_counts_the_prefix_it_hit_and_how_the_client_ended(is_finished):
+    engine = build_engine(TARGET, None, EngineShape(block_size=4))
+    prompt = tuple(range(10, 19))
+    run(engine, [request_of("first", prompt, 1)])
+    assert engine.stats().num_prefix_hit_tokens == 0
+    engine.add(request_of("second", prompt, 1))
+    engine.step()
+    engine.add(request_of("waiting", prompt, 1))
+    assert engine.abort("second", is_finished)
+    assert engine.abort("waiting", is_finished)
+    stats = engine.stats()
+    assert stats.num_prefix_hit_tokens == 8, "the one that waited hit nothing"
+    assert (stats.num_finished, stats.num_aborted) == ((3, 0) if is_finished else (1, 2))
 
 
 def test_a_stop_token_inside_a_path_ends_the_answer_there():

@@ -107,14 +107,14 @@ class Scheduler:
         self._waiting.push(sequence)  # first: where this raises, nothing has been added
         self._live[request.request_id] = Progress(sequence, rule, topology)
 
-    def abort(self, request_id: str) -> Sequence | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence now, whatever it is doing; None where it is unknown or has ended already. Results of
         a step in flight are dropped.
         """
         progress = self._live.get(request_id)
         if progress is None:
             return None
-        self._finish(progress, FinishReason.ABORT)
+        self._finish(progress, reason)
         return progress.sequence
 
     def forget_draft(self) -> None:
