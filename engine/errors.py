@@ -45,7 +45,7 @@ class AdmissionError(EyasError):
 
 
 class EngineDeadError(EyasError):
-    """The engine core process is gone; its requests have failed and the replica must be replaced."""
+    """The engine core process is gone, and its requests have failed, or hangs: replace the replica."""
 
 
 class TrainingError(EyasError):

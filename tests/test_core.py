@@ -77,6 +77,26 @@ def test_an_add_that_raises_refuses_its_request_alone(monkeypatch, caplog, broke
     assert "a check divided by zero" in caplog.text
 
 
+def test_the_core_speaks_after_every_step_of_a_long_prefill():
+    engine = build_engine(TARGET, None, EngineShape(max_batched_tokens=12))
+    with running_core(engine) as connection:
+        connection.send(Add(request_of("r", tuple(range(10, 90)), 1, max_tokens=1)))
+        gains = []
+        while not any(gains):
+            assert connection.poll(10)
+            gains.append(connection.recv().deltas)
+    assert len(gains) >= 80 // 12
+
+
+def test_deltas_say_how_many_requests_the_core_had_read():
+    with running_core(build_engine(TARGET, None, EngineShape())) as connection:
+        for idx, prompt in enumerate([(7,), (-1,), (8,)], start=1):
+            connection.send(Add(request_of("r", prompt, 1, max_tokens=1)))
+            while not (isinstance(message := connection.recv(), Refused) or message.deltas):
+                pass
+            assert message.num_added == idx
+
+
 def test_a_request_error_is_handed_on_with_its_parameter():
     with running_core(build_engine(TARGET, None, EngineShape())) as connection:
         connection.send(Add(request_of("r", (-1,), 1)))
