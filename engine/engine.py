@@ -105,7 +105,7 @@ class Engine:
 
     def step(self) -> tuple[SequenceDelta, ...]:
         """Launch one step if anything can run, then return what the step before it gave."""
-        load = self._scheduler.load()
+        load = self._scheduler.next_load()
         plan = self._scheduler.schedule(self._dispatcher.choose(load))
         launched, failed = (None, []) if plan is None else self._launch(plan, load)
         deltas = () if self._in_flight is None else self._collect(self._in_flight)

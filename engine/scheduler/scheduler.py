@@ -5,8 +5,9 @@ It touches no tensor, reads no clock and does no I/O; the tree of a step is left
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import islice
 
 from engine.batch import Load, RowResult, SequenceDelta, StepPlan, StepResult
 from engine.errors import CapacityError, ConfigError, RequestError
@@ -85,6 +86,16 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_free_blocks=self._kv_cache.pool.num_available,
             num_cached_tokens=sum(progress.sequence.num_cached for progress in self._running),
+        )
+
+    def next_load(self) -> Load:
+        """Return the load of the step that `schedule` would plan now: sequences that it will admit run.
+
+        Exact for plain steps that hit no prefix and preempt nobody; else a few more or fewer may run.
+        """
+        load, num_admitted = self.load(), self._num_admissible()
+        return replace(
+            load, num_running=load.num_running + num_admitted, num_waiting=load.num_waiting - num_admitted
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -274,6 +285,21 @@ class Scheduler:
             insort(self._running, progress, key=_sort_key)
             step.admit(sequence, hit.draft_start)
             self._prefill(step, progress, topology)
+
+    def _num_admissible(self) -> int:
+        """Count the waiting sequences that find a slot, blocks and tokens of the budget in the next step."""
+        num_tokens = self._config.max_batched_tokens - sum(p.num_plain_tokens for p in self._running)
+        num_blocks = self._kv_cache.pool.num_available
+        num_admitted = 0
+        for sequence in islice(self._waiting, len(self._free_slots)):
+            num_blocks -= self._kv_cache.num_blocks_for(len(sequence.tokens))
+            num_spare = self._watermark if self._running or num_admitted else 0
+            is_late = self._live[sequence.request.request_id].num_in_flight > 0
+            if is_late or num_blocks < num_spare or num_tokens < MIN_PREFILL:
+                break
+            num_tokens -= len(sequence.tokens)
+            num_admitted += 1
+        return num_admitted
 
     def _preempt(self, progress: Progress) -> None:
         """Take a row's blocks and slot; it will be recomputed from its known tokens. Its step in flight still
