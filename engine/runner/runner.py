@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout
-from engine.batch import PrefillChunk, StepPlan
+from engine.batch import Admission, PrefillChunk, StepPlan
 from engine.config import DraftMode
 from engine.draft.drafter import TreeDrafter
+from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles, rotate_qkv
 from engine.model.llama import LlamaForCausalLM
@@ -104,19 +105,33 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Enqueue one step. The answer holds a row per decode row of the plan."""
+        """Enqueue one step. The answer holds a row per decode row of the plan.
+
+        Raises `AdmissionError`, before anything of the step runs, for a sequence that cannot take its slot;
+        the plan without it may be launched again.
+        """
         timer = StepTimer(self.device)
         if plan.admissions:
-            self._state.admit(plan.admissions, self._eos_token_ids)
-        for admission in plan.admissions:
-            self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
-            self._num_pending[admission.slot] = 1
+            self._admit(plan.admissions)
         if plan.growths:
             self._state.grow(plan.growths)
         nothing = torch.empty(0, dtype=torch.int64)
         is_chunk_finite = self._prefill(plan.chunks) if plan.chunks else nothing.bool()
         answer = self._decode(plan) if plan.rows else nothing[:, None]
         return StepHandle(plan.step_idx, answer, is_chunk_finite, timer)
+
+    def _admit(self, admissions: tuple[Admission, ...]) -> None:
+        try:
+            self._state.admit(admissions, self._eos_token_ids)
+        except Exception:  # whatever it was, it is the fault of one request: find it
+            for admission in admissions:
+                try:
+                    self._state.admit((admission,), self._eos_token_ids)
+                except Exception as error:
+                    raise AdmissionError(admission.slot) from error
+        for admission in admissions:
+            self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
+            self._num_pending[admission.slot] = 1
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> Tensor:
         """Cache the K/V of every chunk in one pass over their tokens side by side; return which of them are
