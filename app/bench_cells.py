@@ -7,11 +7,17 @@ Which cells are measured is left to `bench_synthetic`, printing to `bench_report
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from app.bench import PLAIN, speedup_interval
-from app.offline import StepEngine
-from engine import FinishReason, MachineRates, Request, SamplingParams, StepError, WorkPart
+from engine import (
+    FinishReason,
+    MachineRates,
+    Request,
+    SamplingParams,
+    StepError,
+    SyntheticEngine,
+    WorkPart,
+)
 
 LONG, SHORT = 193, 1
 MIN_ROUNDS = 3
@@ -20,17 +26,6 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers
 _MASK = (1 << 63) - 1
 
 Prompts = tuple[tuple[int, ...], ...]
-
-
-class CellEngine(Protocol):
-    """What a cell is measured on; `engine.SyntheticEngine` is one."""
-
-    @property
-    def engine(self) -> StepEngine: ...
-    def random_prompts(self, batch: int, context: int) -> Prompts: ...
-    def cache(self, prompts: Prompts) -> None: ...
-    def work(self, tree: str, batch: int, context: int) -> Sequence[WorkPart]: ...
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class _Round:
 
 
 def measure_cell(
-    bench: CellEngine,
+    bench: SyntheticEngine,
     cell: Cell,
     rates: MachineRates,
     rounds: int,
@@ -107,7 +102,9 @@ def measure_cell(
     Once `clock` passes `deadline` no round begins, but for the first three.
     """
     prompts = bench.random_prompts(cell.batch, cell.context)
-    for arm in cell.arms:  # whatever is compiled or allocated at first use
+    for arm in cell.arms:
+        bench.prepare(arm, cell.batch)
+        # Whatever else is compiled or allocated at first use.
         _run(bench, cell, prompts, arm, _HOST_TOKENS, 0, clock)
     found: dict[str, list[_Round]] = {arm: [] for arm in cell.arms}
     for round_idx in range(rounds):
@@ -122,7 +119,9 @@ def measure_cell(
     ]
 
 
-def time_host(bench: CellEngine, cell: Cell, prompts: Prompts, arm: str, clock: Callable[[], float]) -> float:
+def time_host(
+    bench: SyntheticEngine, cell: Cell, prompts: Prompts, arm: str, clock: Callable[[], float]
+) -> float:
     """Return the median seconds that a call of `step` takes where it never finds the device at work."""
     bench.cache(prompts)
     for request in _requests(cell, prompts, arm, _HOST_TOKENS, 0):
@@ -138,7 +137,7 @@ def time_host(bench: CellEngine, cell: Cell, prompts: Prompts, arm: str, clock: 
 
 
 def _run(
-    bench: CellEngine,
+    bench: SyntheticEngine,
     cell: Cell,
     prompts: Prompts,
     arm: str,
@@ -192,7 +191,7 @@ def _requests(cell: Cell, prompts: Prompts, arm: str, max_tokens: int, round_idx
 
 
 def _summarise(
-    bench: CellEngine,
+    bench: SyntheticEngine,
     cell: Cell,
     rates: MachineRates,
     arm: str,
