@@ -24,6 +24,8 @@ class ReplayedVerify:
         self._inner = inner
         self._edges = edge_table(profile).to(device)
         self._checksum = torch.zeros((), dtype=torch.int64, device=device)
+        # As torch operations it would be most of the launches of a step.
+        self._replay = replay_on_cuda if device.type == "cuda" else replay
 
     def __call__(
         self,
@@ -38,10 +40,7 @@ class ReplayedVerify:
         """
         real = self._inner(logits, draft, tree, sampling, root_positions)
         self._checksum.add_(real.token_ids.sum())
-        if tree.depth == 0:
-            return real
-        noise = uniform(sampling.seed, root_positions, 1, Stream.REPLAY)
-        return replay(real, draft, tree, self._edges, noise)
+        return self._replay(real, draft, tree, self._edges, sampling.seed, root_positions)
 
     def checksum(self) -> int:
         """Return the sum of everything that the real verifications emitted so far; waits for the device."""
@@ -62,13 +61,19 @@ def edge_table(profile: Profile) -> Tensor:
 
 
 def replay(
-    real: Verification, draft: DraftOutput, tree: TreeTensors, edges: Tensor, noise: Tensor
+    real: Verification,
+    draft: DraftOutput,
+    tree: TreeTensors,
+    edges: Tensor,
+    seed: Tensor,
+    root_positions: Tensor,
 ) -> Verification:
-    """Return `real` with the path from the root to the node that `noise` [B, 1] falls on.
+    """Return `real` with the path from the root to a drawn node, drafted tokens and the real next one.
 
-    A node ends the path with the probability that it is accepted and none of its children is; the noise is
-    laid against the running sum of these over the nodes of a row.
+    A node ends the path with the probability that it is accepted and none of its children is; a uniform
+    number keyed by seed and position, both [B] int64, is laid against the running sum of these over nodes.
     """
+    noise = uniform(seed, root_positions, 1, Stream.REPLAY)
     is_above = tree.ancestor_mask()
     accepted = edges[tree.depths, tree.ranks] * tree.is_node
     accepted = torch.where(is_above, accepted[:, None], 1.0).prod(-1)
@@ -90,3 +95,28 @@ def replay(
         token_ids=torch.where(step < num_accepted, drafted, last),
         is_finite=real.is_finite,
     )
+
+
+def replay_on_cuda(
+    real: Verification,
+    draft: DraftOutput,
+    tree: TreeTensors,
+    edges: Tensor,
+    seed: Tensor,
+    root_positions: Tensor,
+) -> Verification:
+    """Return what `replay` does, from one launch."""
+    from engine.kernels.replay import replay_rows
+
+    nodes = (tree.parents, tree.depths, tree.ranks, tree.ancestor_bits, tree.is_node)
+    path, num_accepted, token_ids = replay_rows(
+        nodes,
+        edges,
+        draft.token_ids,
+        real.next_token,
+        seed,
+        root_positions,
+        depth=tree.depth,
+        stream=int(Stream.REPLAY),
+    )
+    return Verification(path, num_accepted, real.next_token, token_ids, real.is_finite)
