@@ -193,10 +193,17 @@ class Engine:
 
 
 def assemble_engine(
-    config: EngineConfig, runner: ModelRunner, library: TreeLibrary, facts: EngineFacts
+    config: EngineConfig,
+    runner: ModelRunner,
+    library: TreeLibrary,
+    facts: EngineFacts,
+    kv_cache: KVCache | None = None,
 ) -> Engine:
-    """Wire a runner to its policy; `facts` says what the runner was built with."""
-    kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
+    """Wire a runner to its policy; `facts` says what the runner was built with. A `kv_cache` that is given
+    has as many blocks as they say.
+    """
+    if kv_cache is None:
+        kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.batch import Admission, PrefillChunk, StepPlan
 from engine.config import DraftMode
-from engine.draft.drafter import TreeDrafter
+from engine.draft.drafter import Drafter, TreeDrafter
 from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles, rotate_qkv
@@ -25,7 +25,7 @@ from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
-from engine.sampling.verify import verify
+from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
 
@@ -54,6 +54,7 @@ class ModelRunner:
         backend: AttentionBackend,
         shape: RunnerShape,
         eos_token_ids: tuple[int, ...],
+        verify: Verify = verify,
     ) -> None:
         config = target.config
         weight = target.embed_tokens.weight
@@ -102,6 +103,11 @@ class ModelRunner:
             self._graphs.num_graphs - before,
             time.perf_counter() - started,
         )
+
+    @property
+    def page_pools(self) -> tuple[KVPool, ...]:
+        """The pages of the target and, where a draft head has some, of the draft."""
+        return (self._pool, self._drafter.pool) if isinstance(self._drafter, Drafter) else (self._pool,)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
