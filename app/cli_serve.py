@@ -22,6 +22,7 @@ import yaml
 
 from app.chat import ChatTemplate
 from app.config import ServerConfig, load_config
+from app.proxy import CALLBACK, CALLBACK_VARIABLE
 from app.tokenizer import Tokenizer
 from engine import ConfigError, EngineConfig, EyasError, ModelLoadError
 
@@ -110,6 +111,8 @@ def _ray(config: ServerConfig) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A replica that reserves no GPU may still see the machine's: `device: auto` then means what it says.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # The port opens before the application is there: clients that poll it must read our errors, not Serve's.
+    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
     import ray
 
     ray.init(

@@ -3,11 +3,11 @@
 Raising the right error is left to everybody else.
 """
 
-import json
 import logging
 from dataclasses import dataclass
 
 from app.call import Reply
+from app.error_body import error_body
 from engine import (
     CapacityError,
     ConfigError,
@@ -83,12 +83,12 @@ _INTERNAL = Wording(500, "server_error", "internal_error")
 def reply_for(error: Exception) -> Reply:
     """Return the HTTP answer for `error`. An error of no known kind is logged and its text kept inside."""
     wording = _wording(error)
-    return Reply(wording.status, _dump(_body(error, wording)), wording.headers)
+    return Reply(wording.status, _body(error, wording), wording.headers)
 
 
 def event_for(error: Exception) -> bytes:
     """Return `error` as the last event but one of a stream that has begun; `[DONE]` is left to the caller."""
-    return b"data: " + _dump(_body(error, _wording(error))) + b"\n\n"
+    return b"data: " + _body(error, _wording(error)) + b"\n\n"
 
 
 def _wording(error: Exception) -> Wording:
@@ -99,11 +99,7 @@ def _wording(error: Exception) -> Wording:
     return _INTERNAL
 
 
-def _body(error: Exception, wording: Wording) -> dict[str, dict[str, str | None]]:
+def _body(error: Exception, wording: Wording) -> bytes:
     message = str(error) if isinstance(error, EyasError) else "the server failed; its log has the reason"
     parameter = error.parameter if isinstance(error, RequestError) else None
-    return {"error": {"message": message, "type": wording.kind, "param": parameter, "code": wording.code}}
-
-
-def _dump(body: dict[str, dict[str, str | None]]) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode()
+    return error_body(message, wording.kind, parameter, wording.code)
