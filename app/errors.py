@@ -51,16 +51,23 @@ class WrongMethodError(RequestError):
     """The path exists, but not for this HTTP method."""
 
 
+class NoReplicaError(EngineDeadError):
+    """No server replica answered in time; its text is for clients."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How one kind of error reads over HTTP."""
+    """How one kind of error reads over HTTP. `message` stands in for texts that are meant for the log."""
 
     status: int
     kind: str
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
+    message: str | None = None
 
 
+_ENGINE_GONE = "the server replica that had this request failed and is being replaced: send the request again"
+_FAILED = "the server failed; its log has the reason"
 # The most derived class comes first: the first match counts.
 _WORDINGS: tuple[tuple[type[EyasError], Wording], ...] = (
     (ContextLengthError, Wording(400, INVALID_REQUEST, "context_length_exceeded")),
@@ -71,13 +78,14 @@ _WORDINGS: tuple[tuple[type[EyasError], Wording], ...] = (
     (BodyTooLargeError, Wording(413, INVALID_REQUEST, "request_too_large")),
     (RequestError, Wording(400, INVALID_REQUEST)),
     (CapacityError, Wording(429, "rate_limit_error", "rate_limit_exceeded", RETRY_SOON)),
-    (EngineDeadError, Wording(503, "server_error", "engine_unavailable", RETRY_LATER)),
+    (NoReplicaError, Wording(503, "server_error", "engine_unavailable", RETRY_LATER)),
+    (EngineDeadError, Wording(503, "server_error", "engine_unavailable", RETRY_LATER, _ENGINE_GONE)),
     (StepError, Wording(500, "server_error", "step_failed", NO_RETRY)),
     (ModelLoadError, Wording(503, "server_error", "model_unavailable", RETRY_LATER)),
     (ConfigError, Wording(500, "server_error", "misconfigured", NO_RETRY)),
     (EyasError, Wording(500, "server_error")),
 )
-_INTERNAL = Wording(500, "server_error", "internal_error")
+_INTERNAL = Wording(500, "server_error", "internal_error", message=_FAILED)
 
 
 def reply_for(error: Exception) -> Reply:
@@ -100,6 +108,5 @@ def _wording(error: Exception) -> Wording:
 
 
 def _body(error: Exception, wording: Wording) -> bytes:
-    message = str(error) if isinstance(error, EyasError) else "the server failed; its log has the reason"
     parameter = error.parameter if isinstance(error, RequestError) else None
-    return error_body(message, wording.kind, parameter, wording.code)
+    return error_body(wording.message or str(error), wording.kind, parameter, wording.code)

@@ -4,6 +4,8 @@ This and `cli_serve` are the only files that know Ray; what they place is in `in
 """
 
 import asyncio
+import logging
+import os
 from collections.abc import Awaitable
 from contextlib import aclosing
 from typing import TypeVar
@@ -17,6 +19,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from app.call import ChatCall, CompletionCall, Reply
 from app.config import ServerConfig
+from app.errors import NoReplicaError
 from app.ingress import Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
@@ -24,11 +27,15 @@ from app.version import version
 from engine import CapacityError, EngineDeadError
 
 T = TypeVar("T")
+logger = logging.getLogger("ray.serve")  # the log that Serve keeps for each replica
+
+SERVER = "llm-server"
 
 # The engine's own queue limit answers 429 at once; Serve must not hold calls back before it.
 MAX_ONGOING_REQUESTS = 100_000
 MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
 HEALTH_PERIOD_S = 5.0
+LAST_WORDS_S = 1.0  # in which the streams of a dead engine send their last event
 CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
 
 
@@ -55,8 +62,20 @@ class LLMServerDeployment:
     async def snapshot(self) -> ReplicaSnapshot:
         return await self._server.snapshot()
 
-    async def check_health(self) -> None:
+    async def health(self) -> None:
+        """Answer clients that ask; raises `EngineDeadError`."""
         self._server.check_health()
+
+    async def check_health(self) -> None:
+        """Answer Serve that asks. A replica without its engine ends by itself: Serve would ask it twice more
+        before it starts another.
+        """
+        try:
+            self._server.check_health()
+        except EngineDeadError as error:
+            logger.error("replica ends cause=%r", str(error))
+            await asyncio.sleep(LAST_WORDS_S)
+            os._exit(1)
 
     async def __del__(self) -> None:
         if hasattr(self, "_server"):
@@ -91,7 +110,7 @@ class HandleBackend:
         return snapshots
 
     async def check_health(self) -> None:
-        await _translated(self._handle.check_health.remote())
+        await _translated(self._handle.health.remote())
 
     async def _relay(self, response: DeploymentResponseGenerator[bytes | Reply]) -> Messages:
         try:
@@ -109,14 +128,14 @@ _RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaU
 def _translate(error: Exception) -> CapacityError | EngineDeadError:
     if isinstance(error, BackPressureError):
         return CapacityError("the server is full: try again in a moment")
-    return EngineDeadError("the replica that served this request is gone: send it again")
+    return EngineDeadError(str(error))
 
 
 async def _translated(call: Awaitable[T]) -> T:
     try:
         return await asyncio.wait_for(call, CONTROL_TIMEOUT_S)
     except TimeoutError as error:
-        raise EngineDeadError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
+        raise NoReplicaError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
     except _RAY_ERRORS as error:
         raise _translate(error) from error
 
@@ -136,7 +155,7 @@ def build(args: ServerConfig) -> Application:
     """Return the Serve application; `serve run app.main:build` calls it with the YAML's `args`."""
     server = serve.deployment(
         LLMServerDeployment,
-        name="llm-server",
+        name=SERVER,
         num_replicas=args.num_replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=args.drain_timeout_s,

@@ -59,7 +59,7 @@ class FakeHandle:
     def completions(self) -> "FakeHandle":
         return self
 
-    chat = card = check_health = completions
+    chat = card = health = completions
 
     def remote(self, *arguments: object) -> object:
         if self._response is not None:

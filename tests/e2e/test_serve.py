@@ -265,12 +265,20 @@ async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(se
                 os.kill(core_of(server.process.pid), signal.SIGKILL)
         *_, last = events("".join(pieces))
         assert last["error"]["code"] == "engine_unavailable"
+        assert last["error"]["message"].endswith("is being replaced: send the request again")
 
         def is_back() -> bool:
             body = stream_body(1, max_tokens=5)
             return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
 
         await asyncio.to_thread(until, is_back, 90)
+        await asyncio.to_thread(
+            until, lambda: "1 of 1 server replicas serve again" in server.log.read_text(), 10
+        )
+    told = re.search(r"^1 of 1 server replicas failed and .* in (\S+)$", server.log.read_text(), re.MULTILINE)
+    assert told is not None
+    causes = [path.read_text() for path in Path(told[1]).glob("replica_*llm-server*.log")]
+    assert any("replica ends cause='the engine core is gone" in text for text in causes)
 
 
 def core_of(server_pid: int) -> int:
