@@ -51,6 +51,29 @@ class CompletionCall:
     options: CallOptions
 
 
+Call = ChatCall | CompletionCall
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """`source` is a text, or a chat. `model` None means the served one."""
+
+    model: str | None
+    source: str | tuple[Message, ...]
+    adds_special_tokens: bool
+    adds_generation_prompt: bool
+    wants_texts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeCall:
+    model: str | None
+    token_ids: tuple[int, ...]
+
+
+TokenCall = TokenizeCall | DetokenizeCall
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A whole HTTP answer: a JSON body, its status, and extra headers."""

@@ -54,15 +54,16 @@ def _check_prompt(token_ids: tuple[int, ...], facts: EngineFacts, parameter: str
             "shorten it",
             parameter,
         )
-    _check_token_ids(token_ids, facts, parameter)
+    check_token_ids(token_ids, facts, parameter)
 
 
 def _check_sampling(sampling: SamplingParams, facts: EngineFacts) -> None:
-    _check_token_ids(sampling.stop_token_ids, facts, "stop_token_ids")
-    _check_token_ids([token_id for token_id, _ in sampling.logit_bias], facts, "logit_bias")
+    check_token_ids(sampling.stop_token_ids, facts, "stop_token_ids")
+    check_token_ids([token_id for token_id, _ in sampling.logit_bias], facts, "logit_bias")
 
 
-def _check_token_ids(token_ids: Sequence[int], facts: EngineFacts, parameter: str) -> None:
+def check_token_ids(token_ids: Sequence[int], facts: EngineFacts, parameter: str) -> None:
+    """Raise `RequestError` for an id outside the vocabulary; `parameter` names the body's field."""
     for token_id in token_ids:
         if not 0 <= token_id < facts.vocab_size:
             raise RequestError(

@@ -6,7 +6,7 @@ Parsing is left to `protocol`, wording of errors to `errors`; Ray is not known h
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.call import ChatCall, CompletionCall, Reply
+from app.call import Call, Reply, TokenCall
 from app.errors import (
     BodyTooLargeError,
     MediaTypeError,
@@ -28,10 +28,10 @@ from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
 from app.protocol import parse_chat, parse_completion
 from app.server import ModelCard
 from app.streaming import DONE
+from app.token_protocol import parse_detokenize, parse_tokenize
 from engine import EyasError, RequestError
 
 Messages = AsyncGenerator[bytes | Reply, None]
-C = TypeVar("C", ChatCall, CompletionCall)
 
 # Proxies must pass every event on at once.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -40,8 +40,8 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Backend(Protocol):
     """The servers behind an ingress, wherever they run."""
 
-    def chat(self, call: ChatCall, call_id: str) -> Messages: ...
-    def completions(self, call: CompletionCall, call_id: str) -> Messages: ...
+    def answer(self, call: Call, call_id: str) -> Messages: ...
+    async def reply(self, call: TokenCall) -> Reply: ...
     async def card(self) -> ModelCard: ...
     async def snapshots(self) -> list[ReplicaSnapshot]: ...
     async def check_health(self) -> None: ...
@@ -83,16 +83,24 @@ class Ingress:
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         return app
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, parse_chat, self._backend.chat)
+        return await self._answer(request, parse_chat)
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, parse_completion, self._backend.completions)
+        return await self._answer(request, parse_completion)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._reply(request, parse_tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._reply(request, parse_detokenize)
 
     async def models(self) -> Response:
         try:
@@ -125,12 +133,18 @@ class Ingress:
         except EyasError as error:
             return _response(reply_for(error))
 
-    async def _answer(
-        self, request: Request, parse: Callable[[bytes], C], ask: Callable[[C, str], Messages]
-    ) -> Response:
+    async def _reply(self, request: Request, parse: Callable[[bytes], TokenCall]) -> Response:
+        try:
+            return _response(await self._backend.reply(parse(await self._read(request))))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:  # the edge of a call: every error becomes an answer
+            return _response(reply_for(error))
+
+    async def _answer(self, request: Request, parse: Callable[[bytes], Call]) -> Response:
         try:
             call = parse(await self._read(request))
-            messages = ask(call, uuid.uuid4().hex)
+            messages = self._backend.answer(call, uuid.uuid4().hex)
             # The first message is awaited before any status is sent, so that an error is a status.
             first = await anext(messages)
         except ClientDisconnect:

@@ -17,7 +17,7 @@ from ray.serve import Application
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from app.call import ChatCall, CompletionCall, Reply
+from app.call import Call, Reply, TokenCall
 from app.config import ServerConfig
 from app.errors import NoReplicaError
 from app.ingress import Ingress, Messages
@@ -46,15 +46,13 @@ class LLMServerDeployment:
         replica = serve.get_replica_context().replica_tag
         self._server = await LLMServer.start(config, replica)
 
-    async def chat(self, call: ChatCall, call_id: str) -> Messages:
-        async with aclosing(self._server.chat(call, call_id)) as messages:
+    async def answer(self, call: Call, call_id: str) -> Messages:
+        async with aclosing(self._server.answer(call, call_id)) as messages:
             async for message in messages:
                 yield message
 
-    async def completions(self, call: CompletionCall, call_id: str) -> Messages:
-        async with aclosing(self._server.completions(call, call_id)) as messages:
-            async for message in messages:
-                yield message
+    async def reply(self, call: TokenCall) -> Reply:
+        return await self._server.reply(call)
 
     async def card(self) -> ModelCard:
         return self._server.card()
@@ -89,15 +87,19 @@ class HandleBackend:
         self._handle = handle
         self._streams = handle.options(stream=True)
 
-    async def chat(self, call: ChatCall, call_id: str) -> Messages:
-        async with aclosing(self._relay(self._streams.chat.remote(call, call_id))) as messages:
-            async for message in messages:
+    async def answer(self, call: Call, call_id: str) -> Messages:
+        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(call, call_id)
+        try:
+            async for message in response:
                 yield message
+        except _RAY_ERRORS as error:
+            raise _translate(error) from error
+        finally:
+            response.cancel()  # without effect on one that has ended
 
-    async def completions(self, call: CompletionCall, call_id: str) -> Messages:
-        async with aclosing(self._relay(self._streams.completions.remote(call, call_id))) as messages:
-            async for message in messages:
-                yield message
+    async def reply(self, call: TokenCall) -> Reply:
+        reply: Reply = await _translated(self._handle.reply.remote(call))
+        return reply
 
     async def card(self) -> ModelCard:
         card: ModelCard = await _translated(self._handle.card.remote())
@@ -111,15 +113,6 @@ class HandleBackend:
 
     async def check_health(self) -> None:
         await _translated(self._handle.health.remote())
-
-    async def _relay(self, response: DeploymentResponseGenerator[bytes | Reply]) -> Messages:
-        try:
-            async for message in response:
-                yield message
-        except _RAY_ERRORS as error:
-            raise _translate(error) from error
-        finally:
-            response.cancel()  # without effect on one that has ended
 
 
 _RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError)

@@ -14,6 +14,7 @@ from app.call import CallOptions, ChatCall, CompletionCall, Message, Prompt
 from engine import RequestError, SamplingParams
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Body")
 
 MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -101,8 +102,8 @@ def _as_prompt(value: object) -> Prompt:
     raise PydanticCustomError("prompt", "each prompt should be a string or a list of integer token ids")
 
 
-class _Body(BaseModel):
-    """Unknown fields are kept only so that refused ones can be named."""
+class Body(BaseModel):
+    """A JSON object from a client. Unknown fields are kept only so that refused ones can be named."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -116,12 +117,12 @@ class _Body(BaseModel):
         return self
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class MessageBody(_Body):
+class MessageBody(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_as_text)] = ""
     name: str | None = None
@@ -141,7 +142,7 @@ class MessageBody(_Body):
         return Message(role, self.content, self.name)
 
 
-class _GenerationBody(_Body):
+class _GenerationBody(Body):
     """What chat and completions share, our extensions included."""
 
     model: str
@@ -228,16 +229,18 @@ class CompletionBody(_GenerationBody):
 
 def parse_chat(body: bytes) -> ChatCall:
     """Return the call that a body of /v1/chat/completions asks for, or raise `RequestError`."""
-    try:
-        return ChatBody.model_validate_json(body).to_call()
-    except ValidationError as error:
-        raise _request_error(error) from error
+    return parse(ChatBody, body).to_call()
 
 
 def parse_completion(body: bytes) -> CompletionCall:
     """Return the call that a body of /v1/completions asks for, or raise `RequestError`."""
+    return parse(CompletionBody, body).to_call()
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """Return the JSON `body` as a `kind`; the first fault is a `RequestError` that names its field."""
     try:
-        return CompletionBody.model_validate_json(body).to_call()
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise _request_error(error) from error
 

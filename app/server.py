@@ -5,25 +5,33 @@ HTTP is left to `ingress`, placing and scaling replicas to `main`.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from app.call import CallOptions, ChatCall, CompletionCall, Prompt, Reply
+from app.call import Call, CallOptions, ChatCall, DetokenizeCall, Reply, TokenCall, TokenizeCall
 from app.chat import ChatTemplate
-from app.choices import plan_requests
+from app.choices import check_token_ids, plan_requests
 from app.config import ServerConfig
 from app.errors import UnknownModelError, event_for, reply_for
 from app.generation import ChoiceDelta, TokenEngine, run_choices
 from app.metrics import Histogram, ReplicaSnapshot
-from app.streaming import DONE, ChatForm, CompletionForm, Envelope, EventWriter, Form, Tally, whole_body
+from app.prompts import Prompts
+from app.streaming import (
+    DONE,
+    JSON,
+    ChatForm,
+    CompletionForm,
+    Envelope,
+    EventWriter,
+    Form,
+    Tally,
+    dump,
+    whole_body,
+)
 from app.tokenizer import Tokenizer
 from app.version import version
 from engine import AsyncEngine, Request
-
-Tokenize = Callable[[], Awaitable[list[tuple[int, ...]]]]
-
-LONG_TEXT = 8192  # characters: tokenizing more than this would stall other streams, so a thread does it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,7 @@ class ModelCard:
 
 
 class LLMServer:
-    """Answers calls with one engine. `chat` and `completions` yield one message per engine step.
+    """Answers calls with one engine. `answer` yields one message per engine step.
 
     The first message is either a `Reply`, which is the whole answer or an error, or the first events of a
     stream; nothing but more events follows those. `max_num_waiting` is the engine's queue limit, which also
@@ -55,7 +63,7 @@ class LLMServer:
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._template = template
+        self._prompts = Prompts(tokenizer, template)
         self._name = name
         self._max_requests = max_num_waiting
         self._replica = replica
@@ -96,30 +104,14 @@ class LLMServer:
     async def shutdown(self) -> None:
         await self._engine.shutdown()
 
-    def chat(self, call: ChatCall, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
-        async def tokenize() -> list[tuple[int, ...]]:
-            return [await self._encode(self._template.render(call.messages), add_special_tokens=False)]
-
-        return self._answer(ChatForm(), tokenize, call.options, call_id)
-
-    def completions(self, call: CompletionCall, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
-        async def tokenize() -> list[tuple[int, ...]]:
-            return [await self._encode(prompt, add_special_tokens=True) for prompt in call.prompts]
-
-        return self._answer(CompletionForm(), tokenize, call.options, call_id)
-
-    async def _answer(
-        self, form: Form, tokenize: Tokenize, options: CallOptions, call_id: str
-    ) -> AsyncGenerator[bytes | Reply, None]:
+    async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
         """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
         has_begun = False
+        form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
+        options = call.options
         try:
-            if options.model != self._name:
-                raise UnknownModelError(
-                    f"the model {options.model[:80]!r} does not exist here: this server has {self._name!r}",
-                    "model",
-                )
-            prompts = await tokenize()
+            self._check_model(options.model)
+            prompts = await self._encode(call)
             requests = plan_requests(
                 call_id, prompts, options, self._engine.facts, form.prompt_field, self._max_requests
             )
@@ -170,9 +162,36 @@ class LLMServer:
                 yield deltas
         self._duration.observe(self._clock() - start)
 
-    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return prompt
-        if len(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens)
-        return self._tokenizer.encode(prompt, add_special_tokens)
+    async def reply(self, call: TokenCall) -> Reply:
+        """Answer what needs the tokenizer only; errors are replies too."""
+        try:
+            if call.model is not None:
+                self._check_model(call.model)
+            body = await (self._tokenize(call) if isinstance(call, TokenizeCall) else self._detokenize(call))
+        except Exception as error:  # the edge of a call: every error becomes an answer
+            return reply_for(error)
+        return Reply(200, dump(body))
+
+    async def _tokenize(self, call: TokenizeCall) -> JSON:
+        token_ids = await self._prompts.encode_as_asked(call)
+        return {
+            "count": len(token_ids),
+            "max_model_len": self._engine.facts.max_model_len,
+            "tokens": token_ids,
+            "token_strs": self._prompts.token_texts(token_ids) if call.wants_texts else None,
+        }
+
+    async def _detokenize(self, call: DetokenizeCall) -> JSON:
+        check_token_ids(call.token_ids, self._engine.facts, "tokens")
+        return {"prompt": await self._prompts.decode(call.token_ids)}
+
+    async def _encode(self, call: Call) -> list[tuple[int, ...]]:
+        if isinstance(call, ChatCall):
+            return [await self._prompts.encode_chat(call.messages)]
+        return [await self._prompts.encode(prompt) for prompt in call.prompts]
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            raise UnknownModelError(
+                f"the model {name[:80]!r} does not exist here: this server has {self._name!r}", "model"
+            )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tokenizers
 
-from app.call import ChatCall, CompletionCall
+from app.call import Call, Reply, TokenCall
 from app.ingress import Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
@@ -144,11 +144,11 @@ class LocalBackend:
     def __init__(self, server: LLMServer) -> None:
         self._server = server
 
-    def chat(self, call: ChatCall, call_id: str) -> Messages:
-        return self._server.chat(call, call_id)
+    def answer(self, call: Call, call_id: str) -> Messages:
+        return self._server.answer(call, call_id)
 
-    def completions(self, call: CompletionCall, call_id: str) -> Messages:
-        return self._server.completions(call, call_id)
+    async def reply(self, call: TokenCall) -> Reply:
+        return await self._server.reply(call)
 
     async def card(self) -> ModelCard:
         return self._server.card()
