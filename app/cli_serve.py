@@ -20,6 +20,7 @@ from typing import TextIO
 
 import yaml
 
+from app.api_keys import load_api_keys
 from app.chat import ChatTemplate
 from app.config import ServerConfig, load_config
 from app.proxy import CALLBACK, CALLBACK_VARIABLE
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     }
     config = load_config(options.config, given)
     check_port(config.host, config.port)
+    load_api_keys(config.api_key_file)
     engine_config = config.engine_config(progress=True)
     Tokenizer(engine_config.model)
     ChatTemplate(engine_config.model)

@@ -23,8 +23,13 @@ logger = logging.getLogger(__name__)
 INVALID_REQUEST = "invalid_request_error"
 RETRY_SOON = (("retry-after", "1"),)
 RETRY_LATER = (("retry-after", "5"),)
+ASK_FOR_KEY = (("www-authenticate", "Bearer"),)
 # The official clients retry every 5xx twice; a request that breaks the model would break it three times.
 NO_RETRY = (("x-should-retry", "false"),)
+
+
+class AuthenticationError(RequestError):
+    """No API key was given where one is needed, or an unknown one."""
 
 
 class ContextLengthError(RequestError):
@@ -70,6 +75,7 @@ _ENGINE_GONE = "the server replica that had this request failed and is being rep
 _FAILED = "the server failed; its log has the reason"
 # The most derived class comes first: the first match counts.
 _WORDINGS: tuple[tuple[type[EyasError], Wording], ...] = (
+    (AuthenticationError, Wording(401, INVALID_REQUEST, "invalid_api_key", ASK_FOR_KEY)),
     (ContextLengthError, Wording(400, INVALID_REQUEST, "context_length_exceeded")),
     (UnknownModelError, Wording(404, INVALID_REQUEST, "model_not_found")),
     (UnknownRouteError, Wording(404, INVALID_REQUEST, "unknown_url")),

@@ -6,14 +6,18 @@ Parsing is left to `protocol`, wording of errors to `errors`; Ray is not known h
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from app.access import KeyGuard
+from app.api_keys import ApiKeys
 from app.call import Call, Reply, TokenCall
 from app.errors import (
     BodyTooLargeError,
@@ -59,13 +63,22 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys."""
+
+    max_body_bytes: int
+    cors_origins: tuple[str, ...] = ()
+    keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+
+
 class Ingress:
     """The endpoints of one backend."""
 
-    def __init__(self, backend: Backend, version: str, max_body_bytes: int) -> None:
+    def __init__(self, backend: Backend, version: str, door: FrontDoor) -> None:
         self._backend = backend
         self._version = version
-        self._max_body_bytes = max_body_bytes
+        self._door = door
 
     def build(self) -> FastAPI:
         """Return the ASGI application."""
@@ -79,6 +92,17 @@ class Ingress:
             telemetry={"tracing": False},
             exception_handlers={HTTPException: _routing_error},
         )
+        # The last one added is the first one asked: a browser's preflight carries no key.
+        if not self._door.keys.is_empty:
+            app.add_middleware(KeyGuard, keys=self._door.keys)
+        if self._door.cors_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._door.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            )
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=["GET"])
@@ -160,17 +184,17 @@ class Ingress:
         """Return the body, reading no more of it than is allowed."""
         _check_media_type(request.headers)
         declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._max_body_bytes:
+        if declared.isdigit() and int(declared) > self._door.max_body_bytes:
             raise self._too_large()
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
-            if len(body) > self._max_body_bytes:
+            if len(body) > self._door.max_body_bytes:
                 raise self._too_large()
         return bytes(body)
 
     def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body may have {self._max_body_bytes} bytes at most")
+        return BodyTooLargeError(f"the body may have {self._door.max_body_bytes} bytes at most")
 
 
 async def _relay(first: bytes, messages: Messages) -> AsyncGenerator[bytes, None]:

@@ -17,10 +17,11 @@ from ray.serve import Application
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from app.api_keys import load_api_keys
 from app.call import Call, Reply, TokenCall
 from app.config import ServerConfig
 from app.errors import NoReplicaError
-from app.ingress import Ingress, Messages
+from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.version import version
@@ -137,8 +138,11 @@ async def _translated(call: Awaitable[T]) -> T:
 class IngressDeployment:
     """The HTTP front as a deployment; the routes live in the application that `Ingress` builds."""
 
-    def __init__(self, server: DeploymentHandle, max_body_bytes: int) -> None:
-        self._ingress = Ingress(HandleBackend(server), version(), max_body_bytes)
+    def __init__(self, server: DeploymentHandle, config: ServerConfig) -> None:
+        # Keys are read here: they must not travel with the application's arguments, which Serve logs.
+        keys = load_api_keys(config.api_key_file)
+        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys)
+        self._ingress = Ingress(HandleBackend(server), version(), door)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return self._ingress.build()
@@ -165,4 +169,4 @@ def build(args: ServerConfig) -> Application:
         graceful_shutdown_wait_loop_s=1.0,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(server.bind(args), args.max_body_bytes)
+    return ingress.bind(server.bind(args), args)

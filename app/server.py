@@ -5,13 +5,13 @@ HTTP is left to `ingress`, placing and scaling replicas to `main`.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from app.call import Call, CallOptions, ChatCall, DetokenizeCall, Reply, TokenCall, TokenizeCall
 from app.chat import ChatTemplate
-from app.choices import check_token_ids, plan_requests
+from app.choices import Limits, check_token_ids, plan_requests
 from app.config import ServerConfig
 from app.errors import UnknownModelError, event_for, reply_for
 from app.generation import ChoiceDelta, TokenEngine, run_choices
@@ -31,7 +31,7 @@ from app.streaming import (
 )
 from app.tokenizer import Tokenizer
 from app.version import version
-from engine import AsyncEngine, Request
+from engine import AsyncEngine, CapacityError, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,7 @@ class LLMServer:
     """Answers calls with one engine. `answer` yields one message per engine step.
 
     The first message is either a `Reply`, which is the whole answer or an error, or the first events of a
-    stream; nothing but more events follows those. `max_num_waiting` is the engine's queue limit, which also
-    bounds the answers of one call.
+    stream; nothing but more events follows those.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class LLMServer:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         name: str,
-        max_num_waiting: int,
+        limits: Limits,
         replica: str = "local",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,7 +64,8 @@ class LLMServer:
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
         self._name = name
-        self._max_requests = max_num_waiting
+        self._limits = limits
+        self._num_calls = 0
         self._replica = replica
         self._clock = clock
         self._created = int(time.time())
@@ -82,7 +82,8 @@ class LLMServer:
         tokenizer = Tokenizer(engine_config.model)
         template = ChatTemplate(engine_config.model)
         engine = await AsyncEngine.start(engine_config)
-        return LLMServer(engine, tokenizer, template, config.name, engine_config.max_num_waiting, replica)
+        limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
+        return LLMServer(engine, tokenizer, template, config.name, limits, replica)
 
     def card(self) -> ModelCard:
         return ModelCard(self._name, self._created, self._engine.facts.max_model_len)
@@ -107,23 +108,41 @@ class LLMServer:
     async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
         """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
         has_begun = False
-        form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
-        options = call.options
         try:
-            self._check_model(options.model)
-            prompts = await self._encode(call)
-            requests = plan_requests(
-                call_id, prompts, options, self._engine.facts, form.prompt_field, self._max_requests
-            )
-            envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
-            tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
-            write = self._events if options.is_stream else self._whole
-            async with aclosing(write(requests, options, envelope, tally)) as messages:
-                async for message in messages:
-                    has_begun = True
-                    yield message
+            with self._counted():
+                async with aclosing(self._messages(call, call_id)) as messages:
+                    async for message in messages:
+                        has_begun = True
+                        yield message
         except Exception as error:  # the edge of a call: every error becomes an answer
             yield event_for(error) + DONE if has_begun else reply_for(error)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a call as in flight. Raises `CapacityError` where that is one too many."""
+        most = self._limits.max_concurrent_calls
+        if most is not None and self._num_calls >= most:
+            raise CapacityError(f"the server is full, it takes {most} calls at once: try again in a moment")
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    async def _messages(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+        form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
+        options = call.options
+        self._check_model(options.model)
+        prompts = await self._encode(call)
+        requests = plan_requests(
+            call_id, prompts, options, self._engine.facts, form.prompt_field, self._limits
+        )
+        envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
+        tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
+        write = self._events if options.is_stream else self._whole
+        async with aclosing(write(requests, options, envelope, tally)) as messages:
+            async for message in messages:
+                yield message
 
     async def _events(
         self, requests: Sequence[Request], options: CallOptions, envelope: Envelope, tally: Tally

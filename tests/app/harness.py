@@ -9,10 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import tokenizers
+from fastapi import FastAPI
 
 from app.call import Call, Reply, TokenCall
-from app.ingress import Messages
+from app.chat import ChatTemplate
+from app.choices import Limits
+from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
@@ -158,6 +162,22 @@ class LocalBackend:
 
     async def check_health(self) -> None:
         self._server.check_health()
+
+
+def make_application(
+    engine: SpokenEngine,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    limits: Limits | None = None,
+    door: FrontDoor | None = None,
+) -> FastAPI:
+    """Return the HTTP front over one server in this process."""
+    server = LLMServer(engine, tokenizer, template, "tiny", limits or Limits(MAX_NUM_WAITING))
+    return Ingress(LocalBackend(server), "0.1.0", door or FrontDoor(max_body_bytes=100_000)).build()
+
+
+def client_of(application: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://test")
 
 
 def chat_body(**fields: object) -> dict[str, object]:
