@@ -51,6 +51,7 @@ class EngineSection(_Section):
     enable_prefix_cache: bool = _ENGINE.enable_prefix_cache
     num_threads: int | None = _ENGINE.num_threads
     seed: int = _ENGINE.seed
+    hang_seconds: float = _ENGINE.hang_seconds
     speculation: SpeculationSection = SpeculationSection()
 
 

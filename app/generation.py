@@ -22,6 +22,7 @@ class TokenEngine(Protocol):
     facts: EngineFacts
 
     def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]: ...
+    def finish(self, request_id: str) -> None: ...
     async def stats(self) -> EngineStats: ...
     def check_health(self) -> None: ...
     async def shutdown(self) -> None: ...
@@ -90,7 +91,7 @@ async def _pump(
 async def _run_choice(
     engine: TokenEngine, tokenizer: Tokenizer, index: int, request: Request, options: CallOptions
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yield the text of one choice; leaving early (a stop string, a lost client) aborts its sequence."""
+    """Yield the text of one choice; leaving early, as with a lost client, aborts its sequence."""
     answer = Answer(
         tokenizer,
         request.prompt_token_ids,
@@ -104,4 +105,5 @@ async def _run_choice(
             text = answer.append(step)
             yield ChoiceDelta(index, text, answer.num_tokens, step.num_prefix_hits, answer.end)
             if answer.end is not None:
+                engine.finish(request.request_id)  # a stop string is not seen by the engine
                 return

@@ -89,7 +89,7 @@ class LLMServer:
         return ModelCard(self._name, self._created, self._engine.facts.max_model_len)
 
     def check_health(self) -> None:
-        """Raise `EngineDeadError` where the engine core is gone; one that hangs is not noticed yet."""
+        """Raise `EngineDeadError` where the engine core is gone or hangs."""
         self._engine.check_health()
 
     async def snapshot(self) -> ReplicaSnapshot:

@@ -13,6 +13,7 @@ from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.batch import PrefillChunk, StepPlan
 from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
+from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.model.llama import LlamaForCausalLM, TargetOutput
@@ -72,10 +73,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Enqueue one step. The answer holds a row per decode row of the plan."""
+        """Enqueue one step. The answer holds a row per decode row of the plan.
+
+        Raises `AdmissionError`, before anything of the step runs, for a sequence that cannot take its slot;
+        the plan without it may be launched again.
+        """
         timer = StepTimer(self.device)
         for admission in plan.admissions:
-            self._state.admit(admission, self._eos_token_ids)
+            try:
+                self._state.admit(admission, self._eos_token_ids)
+            except Exception as error:  # whatever it was, it is the fault of one request
+                raise AdmissionError(admission.slot) from error
             self._params[admission.slot] = admission.sampling
             self._num_pending[admission.slot] = 1
         for growth in plan.growths:

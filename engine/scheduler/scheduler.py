@@ -23,6 +23,8 @@ MIN_PREFILL = 2  # tokens that let a prefill go on: one position, and the root o
 PREFILL_SHARE = 4  # trees leave one part in four of the budget to prefills that want it
 WATERMARK_SHARE = 100  # an admission leaves one block in a hundred to the growth of running sequences
 
+NOT_FINITE = "the logits of the target model were not finite"
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -102,17 +104,17 @@ class Scheduler:
         topology = self._resolve(request.sampling.speculation)
         if len(self._waiting) >= config.max_num_waiting:
             raise CapacityError(f"{len(self._waiting)} requests are waiting already: try again later")
+        self._waiting.push(sequence)  # first: where this raises, nothing has been added
         self._live[request.request_id] = Progress(sequence, rule, topology)
-        self._waiting.push(sequence)
 
-    def abort(self, request_id: str) -> Sequence | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence now, whatever it is doing; None where it is unknown or has ended already. Results of
         a step in flight are dropped.
         """
         progress = self._live.get(request_id)
         if progress is None:
             return None
-        self._finish(progress, FinishReason.ABORT)
+        self._finish(progress, reason)
         return progress.sequence
 
     def forget_draft(self) -> None:
@@ -144,6 +146,17 @@ class Scheduler:
         self._next_step_idx += 1
         self._flights.append(step.flight())
         return step.plan()
+
+    def refuse_admission(self, plan: StepPlan, slot: int) -> tuple[StepPlan, SequenceDelta]:
+        """Fail a sequence that could not take its slot in `plan`, the step planned last, of which nothing has
+        run. Return the step without it, maybe empty: then it must not be launched.
+        """
+        progress = next(progress for progress in self._running if progress.sequence.slot == slot)
+        flight = self._flights.pop().without(progress)
+        plan = plan.without(slot)
+        if not plan.is_empty:
+            self._flights.append(flight)
+        return plan, self._fail(progress, "the engine could not start this request")
 
     def commit(self, result: StepResult) -> tuple[SequenceDelta, ...]:
         """Apply the result of the oldest step in flight; return what its sequences gained: first those that
@@ -302,16 +315,16 @@ class Scheduler:
         if sequence.is_finished:
             return None
         if not is_finite:
-            return self._fail(progress)
+            return self._fail(progress, NOT_FINITE)
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_cached = chunk.end
             progress.extend_draft(chunk.end)
             self._publish(progress)
         return None
 
-    def _fail(self, progress: Progress) -> SequenceDelta:
+    def _fail(self, progress: Progress, message: str) -> SequenceDelta:
         self._finish(progress, FinishReason.ERROR)
-        return _delta(progress.sequence, (), 0, "the logits of the target model were not finite")
+        return _delta(progress.sequence, (), 0, message)
 
     def _commit_row(self, row: FlightRow, result: RowResult) -> SequenceDelta | None:
         progress, sequence = row.progress, row.progress.sequence
@@ -320,7 +333,7 @@ class Scheduler:
         if sequence.is_finished:
             return None
         if not result.is_finite:
-            return self._fail(progress)
+            return self._fail(progress, NOT_FINITE)
         root = len(sequence.tokens) - 1
         cut = progress.stop_rule.cut(sequence.num_output, result.token_ids)
         num_accepted = min(len(cut.token_ids), len(result.token_ids) - 1)

@@ -73,6 +73,7 @@ class SpokenEngine:
     facts: EngineFacts = field(default_factory=make_facts)
     requests: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
+    finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     start_error: Exception | None = None
     failure: SequenceDelta | None = None
@@ -92,8 +93,11 @@ class SpokenEngine:
                 yield delta
         finally:
             self.running.discard(request.request_id)
-            if not is_complete:
+            if not is_complete and request.request_id not in self.finished:
                 self.aborted.append(request.request_id)
+
+    def finish(self, request_id: str) -> None:
+        self.finished.append(request_id)
 
     async def _say(self, request: Request) -> AsyncIterator[SequenceDelta]:
         ids = [*self.tokenizer.encode(self.text, add_special_tokens=False), 1]
@@ -120,6 +124,7 @@ class SpokenEngine:
             num_cached_blocks=1,
             num_steps=10,
             num_calls=20,
+            num_drafts=20,
             num_drafted=60,
             num_accepted=25,
             num_prompt_tokens=100,
