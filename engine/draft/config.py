@@ -1,19 +1,15 @@
-"""The shape of a draft head, as its `config.json` states it.
+"""The shape of a draft head, and whether it fits a target.
 
-Whether a head fits a target is checked here too; reading the tensors is left to `draft/loader`.
+Reading and writing its `config.json` is left to `config_file`, the tensors to `loader`.
 """
 
-import dataclasses
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from engine.errors import DraftMismatchError, ModelLoadError
 from engine.layers.decoder import LayerShape
 from engine.model.config import ModelConfig, RopeScaling
-from engine.weights.json_object import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class DraftConfig:
             type(tap) is int and 0 <= tap <= self.target_num_layers for tap in self.taps
         ):
             raise ModelLoadError(
-                f"draft taps must be integers of 0 to {self.target_num_layers}, found {_quote(self.taps)}"
+                f"draft taps must be integers of 0 to {self.target_num_layers}, found {quote(self.taps)}"
             )
         if self.hidden_size != self.target_hidden_size:
             # The head shares the target's embedding and output rows, so a width of its own has nothing to
@@ -72,11 +68,11 @@ class DraftConfig:
         for name in (*sizes, "max_position", *targets):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 2**31:
-                raise ModelLoadError(f"draft {name} must be an integer of at least 1, found {_quote(value)}")
+                raise ModelLoadError(f"draft {name} must be an integer of at least 1, found {quote(value)}")
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            if not _is_number(value) or value <= 0.0:
-                raise ModelLoadError(f"draft {name} must be a positive number, found {_quote(value)}")
+            if not is_number(value) or value <= 0.0:
+                raise ModelLoadError(f"draft {name} must be a positive number, found {quote(value)}")
         if self.num_heads % self.num_kv_heads != 0 or self.head_dim % 2 != 0:
             raise ModelLoadError(
                 "draft num_heads must be a multiple of num_kv_heads and head_dim even, found "
@@ -84,11 +80,11 @@ class DraftConfig:
             )
         if not isinstance(self.is_feedback_normed, bool):
             raise ModelLoadError(
-                f"draft is_feedback_normed must be true or false, found {_quote(self.is_feedback_normed)}"
+                f"draft is_feedback_normed must be true or false, found {quote(self.is_feedback_normed)}"
             )
         if not isinstance(self.base_model_digest, str | None):
             raise ModelLoadError(
-                f"draft base_model_digest must be text or null, found {_quote(self.base_model_digest)}"
+                f"draft base_model_digest must be text or null, found {quote(self.base_model_digest)}"
             )
 
     @property
@@ -133,60 +129,15 @@ class DraftConfig:
                 "choose a draft trained for this model"
             )
 
-    def save(self, path: Path) -> None:
-        """Write the config as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
-    @staticmethod
-    def load(path: Path) -> "DraftConfig":
-        """Read a config. Raises `ModelLoadError` naming the file and the first key that is missing, unknown,
-        or of a wrong type or size.
-        """
-        raw = read_json_object(path)
-        try:
-            _check_keys(raw, DraftConfig, "draft", optional=("base_model_digest",))
-            taps, scaling = raw.pop("taps"), raw.pop("rope_scaling")
-            if not isinstance(taps, list):
-                raise ModelLoadError(f"draft taps must be a list of integers, found {_quote(taps)}")
-            return DraftConfig(**raw, taps=tuple(taps), rope_scaling=_read_scaling(scaling))
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{path}: {error}") from error
-
-
-def _read_scaling(raw: object) -> RopeScaling | None:
-    if raw is None:
-        return None
-    if not isinstance(raw, dict):
-        raise ModelLoadError(f"draft rope_scaling must be an object or null, found {_quote(raw)}")
-    _check_keys(raw, RopeScaling, "draft rope_scaling")
-    for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
-        if not _is_number(raw[name]) or raw[name] <= 0.0:
-            raise ModelLoadError(
-                f"draft rope_scaling.{name} must be a positive number, found {_quote(raw[name])}"
-            )
-    try:
-        return RopeScaling(**raw)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"draft rope_scaling: {error}") from error
-
-
-def _check_keys(raw: dict[str, Any], kind: type, name: str, optional: tuple[str, ...] = ()) -> None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    for key in known:
-        if key not in raw and key not in optional:
-            raise ModelLoadError(f"{name} needs {key}, found no such key")
-    for key in raw:
-        if key not in known:
-            raise ModelLoadError(f"{name} has the unknown key {_quote(key)}: remove it")
-
-
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value of a file is a finite number; true and false are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= sys.float_info.max  # NaN is not at most anything
 
 
-def _quote(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value as its file has it, not longer than a line takes."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from engine.draft.config import DraftConfig
+from engine.draft.config_file import load_config, save_config
 from engine.errors import DraftMismatchError, ModelLoadError
 from engine.model.config import ModelConfig
 from tests.draft.tiny_head import make_draft_config
@@ -28,8 +28,8 @@ def write(path, **changes):
 )
 def test_what_is_saved_is_loaded(tmp_path, changes):
     config = make_draft_config(**changes)
-    config.save(tmp_path / "config.json")
-    assert DraftConfig.load(tmp_path / "config.json") == config
+    save_config(config, tmp_path / "config.json")
+    assert load_config(tmp_path / "config.json") == config
 
 
 def test_features_are_the_taps_side_by_side_and_the_first_layer_reads_two_widths():
@@ -94,7 +94,7 @@ def test_features_are_the_taps_side_by_side_and_the_first_layer_reads_two_widths
 )
 def test_what_cannot_be_built_is_refused_by_name(tmp_path, changes, named):
     with pytest.raises(ModelLoadError, match=named) as caught:
-        DraftConfig.load(write(tmp_path / "config.json", **changes))
+        load_config(write(tmp_path / "config.json", **changes))
     assert str(caught.value).startswith(str(tmp_path / "config.json"))
     assert "\n" not in str(caught.value)
     for word in ("__init__", "argument", "NoneType", "'str'", "'int'"):
@@ -120,14 +120,14 @@ def test_a_wrong_rope_scaling_is_refused_by_name_in_one_line(tmp_path, changes, 
     scaling = dataclasses.asdict(make_draft_config().rope_scaling) | changes
     scaling = {key: value for key, value in scaling.items() if value is not WITHOUT}
     with pytest.raises(ModelLoadError, match=named) as caught:
-        DraftConfig.load(write(tmp_path / "config.json", rope_scaling=scaling))
+        load_config(write(tmp_path / "config.json", rope_scaling=scaling))
     assert str(caught.value).startswith(str(tmp_path / "config.json"))
 
 
 def test_a_rope_kind_that_no_network_knows_is_refused(tmp_path):
     scaling = dataclasses.asdict(make_draft_config().rope_scaling) | {"kind": "yarn"}
     with pytest.raises(ModelLoadError, match="yarn"):
-        DraftConfig.load(write(tmp_path / "config.json", rope_scaling=scaling))
+        load_config(write(tmp_path / "config.json", rope_scaling=scaling))
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "null"])
@@ -135,7 +135,7 @@ def test_an_unreadable_config_names_its_file(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
-        DraftConfig.load(tmp_path / "config.json")
+        load_config(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("digests", [("base", "base"), (None, "other"), ("base", None), (None, None)])
