@@ -44,6 +44,9 @@ class LLMServerDeployment:
     """One replica: an `LLMServer` with the life that Serve gives it."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        for handler in logger.handlers:  # our own words belong into the same file
+            logging.getLogger("engine").addHandler(handler)
+            logging.getLogger("app").addHandler(handler)
         replica = serve.get_replica_context().replica_tag
         self._server = await LLMServer.start(config, replica)
 
@@ -73,6 +76,7 @@ class LLMServerDeployment:
             self._server.check_health()
         except EngineDeadError as error:
             logger.error("replica ends cause=%r", str(error))
+            await self._server.shutdown()  # a core that hangs does not end with its client
             await asyncio.sleep(LAST_WORDS_S)
             os._exit(1)
 

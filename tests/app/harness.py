@@ -124,7 +124,7 @@ class SpokenEngine:
             num_cached_blocks=1,
             num_steps=10,
             num_calls=20,
-            num_drafts=20,
+            num_drafts=18,
             num_drafted=60,
             num_accepted=25,
             num_prompt_tokens=100,

@@ -256,6 +256,31 @@ async def test_clients_that_leave_give_their_blocks_back_and_the_others_end(serv
     assert after[aborted] - before[aborted] == 10
 
 
+async def test_answer_that_a_stop_string_ends_counts_as_finished(server: Server) -> None:
+    def ends() -> dict[str, float]:
+        samples = scrape(server.url)
+        return {
+            name: samples[f'eyas_sequences_total{{outcome="{name}"}}'] for name in ("finished", "aborted")
+        }
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        text = text_of(await read_stream(client, server.url, stream_body(7, max_tokens=60)))
+        before = await asyncio.to_thread(ends)
+        body = stream_body(7, max_tokens=400, stop=[text[20:26]])
+        stopped = await read_stream(client, server.url, body)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in stopped if chunk["choices"]][-1] == "stop"
+    await asyncio.to_thread(until, lambda: ends()["finished"] == before["finished"] + 1, 5)
+    assert ends()["aborted"] == before["aborted"]
+
+
+async def test_request_id_of_a_client_comes_back_once(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        given = await client.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"})
+        made = await client.get(f"{server.url}/v1/models")
+    assert given.headers.get_list("x-request-id") == ["mine-1"]
+    assert len(made.headers["x-request-id"]) > 8
+
+
 async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         pieces = []
@@ -278,7 +303,7 @@ async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(se
     told = re.search(r"^1 of 1 server replicas failed and .* in (\S+)$", server.log.read_text(), re.MULTILINE)
     assert told is not None
     causes = [path.read_text() for path in Path(told[1]).glob("replica_*llm-server*.log")]
-    assert any("replica ends cause='the engine core is gone" in text for text in causes)
+    assert any("engine core died cause=" in text and "replica ends cause=" in text for text in causes)
 
 
 def core_of(server_pid: int) -> int:
