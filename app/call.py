@@ -23,8 +23,8 @@ class Message:
 class CallOptions:
     """What chat and completions have in common.
 
-    `max_tokens` None means as many as `sampling.max_tokens` and the context allow. `num_choices` sequences
-    are drawn per prompt.
+    `max_tokens` None means as many as `sampling.max_tokens` and the context allow, 0 the echo alone.
+    `num_choices` sequences are drawn per prompt. Lower `priority` runs first.
     """
 
     model: str
@@ -37,6 +37,9 @@ class CallOptions:
     is_stream: bool
     includes_usage: bool
     has_continuous_usage: bool
+    is_echoed: bool = False
+    wants_speculation_stats: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

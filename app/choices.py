@@ -53,7 +53,8 @@ def plan_requests(
             sampling = dataclasses.replace(
                 options.sampling, max_tokens=max_tokens, seed=_derive_seed(options.sampling.seed, choice)
             )
-            requests.append(Request(f"{call_id}-{len(requests)}", token_ids, sampling))
+            request_id = f"{call_id}-{len(requests)}"
+            requests.append(Request(request_id, token_ids, sampling, options.priority))
     return tuple(requests)
 
 

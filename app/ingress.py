@@ -28,6 +28,7 @@ from app.errors import (
     event_for,
     reply_for,
 )
+from app.keep_alive import with_keep_alive
 from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
 from app.protocol import parse_chat, parse_completion
 from app.server import ModelCard
@@ -65,11 +66,14 @@ class EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class FrontDoor:
-    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys."""
+    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys; and after how
+    many seconds a stream without a first message gets a comment.
+    """
 
     max_body_bytes: int
     cors_origins: tuple[str, ...] = ()
     keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+    keep_alive_s: float = 15.0
 
 
 class Ingress:
@@ -169,6 +173,8 @@ class Ingress:
         try:
             call = parse(await self._read(request))
             messages = self._backend.answer(call, uuid.uuid4().hex)
+            if call.options.is_stream:
+                messages = with_keep_alive(messages, self._door.keep_alive_s)
             # The first message is awaited before any status is sent, so that an error is a status.
             first = await anext(messages)
         except ClientDisconnect:
@@ -203,8 +209,8 @@ async def _relay(first: bytes, messages: Messages) -> AsyncGenerator[bytes, None
         yield first
         try:
             async for message in messages:
-                assert isinstance(message, bytes), "a whole reply inside a stream"
-                yield message
+                # An error that came after the first comment could not be a status any more.
+                yield message if isinstance(message, bytes) else b"data: " + message.body + b"\n\n" + DONE
         except Exception as error:  # the status is out: the error can only be an event
             yield event_for(error) + DONE
 

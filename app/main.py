@@ -145,7 +145,7 @@ class IngressDeployment:
     def __init__(self, server: DeploymentHandle, config: ServerConfig) -> None:
         # Keys are read here: they must not travel with the application's arguments, which Serve logs.
         keys = load_api_keys(config.api_key_file)
-        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys)
+        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s)
         self._ingress = Ingress(HandleBackend(server), version(), door)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

@@ -4,6 +4,7 @@ A known field that we cannot honour is refused by name, never dropped. Whether a
 exists is left to `choices`.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -166,6 +167,9 @@ class _GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: str | None = None
+    speculation_stats: bool | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    user: str | None = None
 
     def options(self, max_tokens: int | None, default_max_tokens: int) -> CallOptions:
         """Return the call's options; values out of range raise `RequestError` naming the field."""
@@ -183,6 +187,8 @@ class _GenerationBody(Body):
             is_stream=bool(self.stream),
             includes_usage=bool(stream_options.include_usage),
             has_continuous_usage=bool(stream_options.continuous_usage_stats),
+            wants_speculation_stats=bool(self.speculation_stats),
+            priority=self.priority or 0,
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
@@ -220,11 +226,18 @@ class ChatBody(_GenerationBody):
 class CompletionBody(_GenerationBody):
     prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts)]
     best_of: int | None = None
+    echo: bool | None = None
 
     def to_call(self) -> CompletionCall:
         if self.best_of not in (None, self.n or 1):
             raise RequestError("best_of is supported only where it equals n: leave it out", "best_of")
-        return CompletionCall(tuple(self.prompt), self.options(self.max_tokens, DEFAULT_COMPLETION_TOKENS))
+        is_echoed = bool(self.echo)
+        is_echo_alone = is_echoed and self.max_tokens == 0
+        options = self.options(1 if is_echo_alone else self.max_tokens, DEFAULT_COMPLETION_TOKENS)
+        options = dataclasses.replace(
+            options, is_echoed=is_echoed, max_tokens=0 if is_echo_alone else options.max_tokens
+        )
+        return CompletionCall(tuple(self.prompt), options)
 
 
 def parse_chat(body: bytes) -> ChatCall:

@@ -14,7 +14,7 @@ from app.chat import ChatTemplate
 from app.choices import Limits, check_token_ids, plan_requests
 from app.config import ServerConfig
 from app.errors import UnknownModelError, event_for, reply_for
-from app.generation import ChoiceDelta, TokenEngine, run_choices
+from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
 from app.metrics import Histogram, ReplicaSnapshot
 from app.prompts import Prompts
 from app.streaming import (
@@ -139,37 +139,31 @@ class LLMServer:
         )
         envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
         tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
-        write = self._events if options.is_stream else self._whole
-        async with aclosing(write(requests, options, envelope, tally)) as messages:
-            async for message in messages:
-                yield message
-
-    async def _events(
-        self, requests: Sequence[Request], options: CallOptions, envelope: Envelope, tally: Tally
-    ) -> AsyncGenerator[bytes | Reply, None]:
-        writer = EventWriter(envelope, tally, options.includes_usage, options.has_continuous_usage)
-        async with aclosing(self._steps(requests, options)) as steps:
-            async for deltas in steps:
-                if events := writer.events(deltas):
-                    yield events
-        yield writer.closing()
-
-    async def _whole(
-        self, requests: Sequence[Request], options: CallOptions, envelope: Envelope, tally: Tally
-    ) -> AsyncGenerator[bytes | Reply, None]:
-        collected: list[ChoiceDelta] = []
-        async with aclosing(self._steps(requests, options)) as steps:
-            async for deltas in steps:
-                collected += deltas
-        yield Reply(200, whole_body(envelope, tally, collected))
+        echoes = await self._echoes(call)
+        steps = self._steps(requests, options, echoes)
+        async with aclosing(steps):
+            if options.is_stream:
+                writer = EventWriter(envelope, tally, options)
+                async for deltas in steps:
+                    if events := writer.events(deltas):
+                        yield events
+                yield writer.closing()
+            else:
+                collected = [delta async for deltas in steps for delta in deltas]
+                yield Reply(200, whole_body(envelope, tally, collected, options.wants_speculation_stats))
 
     async def _steps(
-        self, requests: Sequence[Request], options: CallOptions
+        self, requests: Sequence[Request], options: CallOptions, echoes: Sequence[str]
     ) -> AsyncGenerator[list[ChoiceDelta], None]:
         """Yield the steps of a call and time them."""
         start = self._clock()
         first: dict[int, tuple[float, int]] = {}
-        async with aclosing(run_choices(self._engine, self._tokenizer, requests, options)) as steps:
+        run = (
+            echo_alone(len(requests))
+            if options.max_tokens == 0
+            else run_choices(self._engine, self._tokenizer, requests, options)
+        )
+        async with aclosing(with_echo(run, echoes) if echoes else run) as steps:
             async for deltas in steps:
                 now = self._clock()
                 if not first:
@@ -180,6 +174,16 @@ class LLMServer:
                         self._per_token.observe((now - first_time) / (delta.num_tokens - num_first))
                 yield deltas
         self._duration.observe(self._clock() - start)
+
+    async def _echoes(self, call: Call) -> list[str]:
+        """Return the text to begin each choice with; empty where none is asked for."""
+        if isinstance(call, ChatCall) or not call.options.is_echoed:
+            return []
+        texts = [
+            prompt if isinstance(prompt, str) else await self._prompts.decode(prompt)
+            for prompt in call.prompts
+        ]
+        return [text for text in texts for _ in range(call.options.num_choices)]
 
     async def reply(self, call: TokenCall) -> Reply:
         """Answer what needs the tokenizer only; errors are replies too."""

@@ -65,7 +65,10 @@ def make_facts() -> EngineFacts:
 
 @dataclass
 class SpokenEngine:
-    """Says `text`, `run_len` tokens a step, then the end-of-sequence token; every request is recorded."""
+    """Says `text`, `run_len` tokens a step, then the end-of-sequence token; every request is recorded.
+
+    All tokens of a step but the last are accepted drafts, of four.
+    """
 
     tokenizer: Tokenizer
     text: str = "Hello, world"
@@ -113,7 +116,10 @@ class SpokenEngine:
             reason = None
             if start + self.run_len >= len(ids):
                 reason = FinishReason.STOP if run[-1] == 1 else FinishReason.LENGTH
-            yield SequenceDelta(request.request_id, run, len(run) - 1, reason, step + 1, 0, 0, 4)
+            num_kept = start - step + len(run) - 1
+            yield SequenceDelta(
+                request.request_id, run, len(run) - 1, reason, step + 1, 4 * (step + 1), num_kept, 4
+            )
 
     async def stats(self) -> EngineStats:
         return EngineStats(
