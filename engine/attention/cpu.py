@@ -8,13 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttendPages, AttentionLayout
+from engine.attention.backend import AttendChunks, AttendPages, AttentionLayout, PrefillLayout
+from engine.attention.chunks import bind_chunks
 
 
 class CpuAttention:
     """Single-pass attention; the queries of a K/V head are packed as rows, so K/V is never expanded."""
 
     name = "cpu"
+    is_capturable = False
+
+    def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
+        return bind_chunks(self, layout, block_size)
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         num_rows, num_blocks = layout.block_tables.shape

@@ -6,7 +6,8 @@ It runs on any device and defines what is right; speed is left to the other back
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttendPages, AttentionLayout
+from engine.attention.backend import AttendChunks, AttendPages, AttentionLayout, PrefillLayout
+from engine.attention.chunks import bind_chunks
 from engine.attention.merge import merge
 
 
@@ -14,6 +15,10 @@ class ReferenceAttention:
     """Plain torch; scores, softmax and merge in float32 (float64 where the input is float64)."""
 
     name = "reference"
+    is_capturable = False
+
+    def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
+        return bind_chunks(self, layout, block_size)
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         num_positions = layout.block_tables.shape[1] * block_size
