@@ -30,7 +30,7 @@ _DEVICES = {"cpu": "cpu", "triton": "cuda"}
 def create_backend(name: str, device: torch.device) -> AttentionBackend:
     """Return the backend `name`; "auto" is "cpu" on a CPU, "triton" on CUDA and "reference" elsewhere.
 
-    Raises `ConfigError` for an unknown name, a device that the backend does not run on, and a missing library.
+    Raises `ConfigError` for an unknown name, a device that the backend does not run on, a missing library.
     """
     if name == "auto":
         name = {"cpu": "cpu", "cuda": "triton"}.get(device.type, "reference")

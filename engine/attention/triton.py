@@ -6,7 +6,8 @@ The arithmetic is left to `engine/kernels`; this module holds what the layers of
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttendPages, AttentionLayout
+from engine.attention.backend import AttendChunks, AttendPages, AttentionLayout, PrefillLayout
+from engine.kernels.prefill_attention import attend_prefill, choose_prefill_config
 from engine.kernels.tree_attention import attend_tree
 from engine.kernels.tree_attention_config import TreeConfig, TreeShape, choose_config
 from engine.kernels.tree_attention_plan import TreePlan, make_plan
@@ -32,6 +33,16 @@ class TritonAttention:
                 plans[config] = make_plan(starts, ends, layout.suffix_mask, config=config, limit=limit)
             tensors = (q, k, v, k_pages, v_pages, tables, starts, ends)
             return attend_tree(*tensors, config=config, plan=plans[config])
+
+        return attend
+
+    def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
+        def attend(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+            assert k_pages.shape[1] == block_size, (k_pages.shape, block_size)
+            group_size = q.shape[1] // k_pages.shape[2]
+            config = choose_prefill_config(layout.chunk_lens, group_size, k_pages.dtype.itemsize)
+            where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.chunk_lens)
+            return attend_prefill(q, k_pages, v_pages, *where, config=config)
 
         return attend
 

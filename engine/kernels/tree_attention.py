@@ -9,14 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.attention_tiles import (
+    LOG2_E,
+    LOWEST,
+    accumulate,
+    attend_prefix,
+    column,
+    finish,
+    keys_of_tile,
+    line,
+    score,
+)
 from engine.kernels.tree_attention_config import TreeConfig
 from engine.kernels.tree_attention_merge import merge_pieces
 from engine.kernels.tree_attention_plan import HEADER, MASK_BITS, ROW_WORDS, TreePlan, union_of_windows
 
-# Below every score that a finite product can reach, yet finite: exp2(-inf - LOWEST) is zero, not NaN.
-LOWEST = tl.constexpr(-1e30)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = 1.4426950408889634
 
 
 def attend_tree(
@@ -81,98 +89,6 @@ def attend_tree(
 
 
 @triton.jit
-def _keys(BLOCK: tl.constexpr, SLICES: tl.constexpr):
-    """Return the key numbers of a tile, [BLOCK], or [SLICES, n] where every warp has its own keys."""
-    each: tl.constexpr = BLOCK // SLICES
-    keys = tl.arange(0, each)
-    if SLICES > 1:
-        keys = tl.arange(0, SLICES)[:, None] * each + keys[None, :]
-    return keys
-
-
-@triton.jit
-def _column(x):
-    return tl.expand_dims(x, len(x.shape))
-
-
-@triton.jit
-def _line(x):
-    return tl.expand_dims(x, len(x.shape) - 1)
-
-
-@triton.jit
-def _score(q, keys):
-    """Return q [..., M, D] times keys [..., n, D], float32 [..., M, n]."""
-    turned = tl.permute(keys, (0, 2, 1)) if len(keys.shape) == 3 else tl.trans(keys)
-    return tl.dot(q, turned, input_precision="ieee")
-
-
-@triton.jit
-def _accumulate(state, scores, values, scale, compute_type: tl.constexpr):
-    """Take scores [..., M, n] and values [..., n, D] into (acc, top, total), a running softmax."""
-    acc, top, total = state
-    new_top = tl.maximum(top, tl.max(scores, len(scores.shape) - 1) * scale)
-    weights = tl.exp2(scores * scale - _column(new_top))
-    decay = tl.exp2(top - new_top)
-    total = total * decay + tl.sum(weights, len(scores.shape) - 1)
-    acc = acc * _column(decay)
-    acc = tl.dot(weights.to(compute_type), values.to(compute_type), acc, input_precision="ieee")
-    return acc, new_top, total
-
-
-@triton.jit
-def _attend_prefix(
-    state,
-    q,
-    k_pages,
-    v_pages,
-    table,
-    span,
-    full_span,
-    windows,
-    strides,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Attend to the positions of span (begin, end, stop) in tiles; only those before `stop` are read."""
-    begin, end, stop = span
-    full_first, full_last = full_span
-    node_start, node_end = windows
-    page_stride, token_stride = strides
-    lane = _keys(BLOCK_N, SLICES)
-    offset = _column(lane) * token_stride + tl.arange(0, q.shape[-1])
-    # The table is read a tile ahead, so that no tile waits for it. A tile within a page needs one number.
-    if BLOCK_SIZE >= BLOCK_N:
-        page = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
-    else:
-        page = tl.load(table + (begin + lane) // BLOCK_SIZE, mask=begin + lane < stop, other=0)
-    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        position = n + lane
-        is_read = _column(position < stop)
-        if BLOCK_SIZE >= BLOCK_N:
-            base = page.to(tl.int64) * page_stride + (n % BLOCK_SIZE) * token_stride
-            k_tile = k_pages + base + offset
-            v_tile = v_pages + base + offset
-            ahead = n + BLOCK_N
-            page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-        else:
-            base = page.to(tl.int64) * page_stride + (position % BLOCK_SIZE) * token_stride
-            k_tile = k_pages + _column(base) + tl.arange(0, q.shape[-1])
-            v_tile = v_pages + _column(base) + tl.arange(0, q.shape[-1])
-            ahead = position + BLOCK_N
-            page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
-        scores = _score(q, tl.load(k_tile, mask=is_read, other=0.0).to(q.dtype))
-        if (n < full_first) | (n + BLOCK_N > full_last):
-            is_seen = (_line(position) >= node_start[:, None]) & (_line(position) < node_end[:, None])
-            scores = tl.where(is_seen, scores, -float("inf"))
-        state = _accumulate(state, scores, tl.load(v_tile, mask=is_read, other=0.0), scale, q.dtype)
-    return state
-
-
-@triton.jit
 def _attend_suffix(
     state,
     q,
@@ -189,35 +105,19 @@ def _attend_suffix(
 ):
     """Attend to the first num_keys suffix keys (all or none) that mask [M] int32 words shows."""
     k_token, v_token = strides
-    lane = _keys(BLOCK_S, SLICES)
+    lane = keys_of_tile(BLOCK_S, SLICES)
     dim = tl.arange(0, q.shape[-1])
     for s in tl.range(0, num_keys, BLOCK_S, num_stages=1):
         key = s + lane
-        is_key = _column(key < num_suffix)
-        keys = tl.load(k + _column(key) * k_token + dim, mask=is_key, other=0.0)
-        scores = _score(q, keys.to(q.dtype))
-        is_word = is_query[:, None] & _line(key < num_suffix)
-        word = tl.load(mask[:, None] + _line(key // MASK_BITS), mask=is_word, other=0)
-        scores = tl.where(word >> _line(key % MASK_BITS) & 1 != 0, scores, -float("inf"))
-        values = tl.load(v + _column(key) * v_token + dim, mask=is_key, other=0.0)
-        state = _accumulate(state, scores, values, scale, q.dtype)
+        is_key = column(key < num_suffix)
+        keys = tl.load(k + column(key) * k_token + dim, mask=is_key, other=0.0)
+        scores = score(q, keys.to(q.dtype))
+        is_word = is_query[:, None] & line(key < num_suffix)
+        word = tl.load(mask[:, None] + line(key // MASK_BITS), mask=is_word, other=0)
+        scores = tl.where(word >> line(key % MASK_BITS) & 1 != 0, scores, -float("inf"))
+        values = tl.load(v + column(key) * v_token + dim, mask=is_key, other=0.0)
+        state = accumulate(state, scores, values, scale, q.dtype)
     return state
-
-
-@triton.jit
-def _finish(state, value_scale):
-    """Return (out [M, D], lse [M] to base 2) of a state, all slices together."""
-    acc, top, total = state
-    if len(acc.shape) == 3:
-        best = tl.max(top, 0)
-        weight = tl.exp2(top - best[None, :])
-        acc = tl.sum(acc * _column(weight), 0)
-        total = tl.sum(total * weight, 0)
-        top = best
-    is_empty = total == 0.0
-    total = tl.where(is_empty, 1.0, total)
-    lse = tl.where(is_empty, -float("inf"), top + tl.log2(total))
-    return acc * (value_scale / total)[:, None], lse
 
 
 @triton.jit
@@ -381,7 +281,7 @@ def _tree_attention_kernel(
         )
         begin = first + (begin_tile - tile_begin) * BLOCK_N
         end = first + (tl.minimum(end_tile, tile_end - 1) - tile_begin) * BLOCK_N
-        state = _attend_prefix(
+        state = attend_prefix(
             state,
             q,
             k_pages,
@@ -397,7 +297,7 @@ def _tree_attention_kernel(
             SLICES,
             STAGES,
         )
-        result, result_lse = _finish(state, value_scale)
+        result, result_lse = finish(state, value_scale)
         if (begin_tile == tile_begin) & has_suffix:
             cells = row * num_cells + cell
             offset = cells[:, None] * HEAD_DIM + dim[None, :]
