@@ -61,7 +61,7 @@ class Scheduler:
         self._config = config
         self._kv_cache = kv_cache
         self._library = library
-        self._root_only = library.get("off")
+        self.root_only = library.get("off")
         self._watermark = max(1, kv_cache.pool.capacity // WATERMARK_SHARE)
         # Steps in flight may run past the length of the model: see `block_table_width`.
         self._max_tokens = config.max_model_len + 2 * (library.max_depth + 1)
@@ -225,7 +225,7 @@ class Scheduler:
             num_behind = len(rows) - idx - 1  # each of them needs its root
             tree = progress.topology or topology
             if tree.num_nodes > step.num_left - num_behind - reserve:
-                tree = self._root_only
+                tree = self.root_only
             fitting = self._grow(step, progress, tree)
             while fitting is None and self._running[-1] is not progress:
                 has_room = False
@@ -241,7 +241,7 @@ class Scheduler:
         """Reserve blocks for one more decode step and return its topology: the one asked for, else plain
         decoding, else None.
         """
-        for candidate in (topology, self._root_only):
+        for candidate in (topology, self.root_only):
             num_tokens = progress.num_needed(candidate)
             assert num_tokens <= self._max_tokens, (num_tokens, self._max_tokens)
             new_ids = self._kv_cache.reserve(progress.sequence, num_tokens)
@@ -262,7 +262,7 @@ class Scheduler:
         if progress.is_prefilling:
             return
         tree = progress.topology or topology
-        fitting = self._grow(step, progress, tree if tree.num_nodes <= step.num_left else self._root_only)
+        fitting = self._grow(step, progress, tree if tree.num_nodes <= step.num_left else self.root_only)
         assert fitting is not None, "an admission holds the blocks of its first plain decode"
         step.decode(progress, fitting)
 
