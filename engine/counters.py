@@ -39,9 +39,10 @@ class Counters:
         for num_accepted, num_rows in Counter(delta.num_accepted_in_step for delta in deltas).items():
             self.num_accepted += num_rows * num_accepted
             self.accepted_by_depth.update(dict.fromkeys(range(num_accepted), num_rows))
+        num_tokens = [len(delta.token_ids) for delta in deltas]
+        self.num_calls += len(num_tokens) - num_tokens.count(0)  # a failed sequence gained nothing
+        self.num_output_tokens += sum(num_tokens)
         for delta in deltas:
-            self.num_calls += bool(delta.token_ids)  # a failed sequence gained nothing
-            self.num_output_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self.count_end(delta.finish_reason, delta.num_prefix_hits)
 

@@ -362,11 +362,11 @@ class Scheduler:
         if not result.is_finite:
             return self._fail(progress, NOT_FINITE)
         root = len(sequence.tokens) - 1
-        token_ids, finish_reason = result.token_ids, None
+        token_ids, num_accepted, finish_reason = result.token_ids, len(result.token_ids) - 1, None
         if progress.stop_rule.may_end(sequence.num_output, token_ids):
             cut = progress.stop_rule.cut(sequence.num_output, token_ids)
             token_ids, finish_reason = cut.token_ids, cut.finish_reason
-        num_accepted = min(len(token_ids), len(result.token_ids) - 1)
+            num_accepted = min(len(token_ids), num_accepted)
         sequence.tokens.extend(token_ids)
         sequence.num_calls += 1
         sequence.num_drafted += topology.num_drafts

@@ -100,7 +100,8 @@ class StepBuilder:
         assert self.num_left >= 0, (topology.name, self.num_left)
         self._rows.append(DecodeRow(progress.sequence.slot, topology))
         self._flight_rows.append(progress)
-        self._max_prefix_len = max(self._max_prefix_len, progress.max_prefix_len)
+        if progress.max_prefix_len > self._max_prefix_len:
+            self._max_prefix_len = progress.max_prefix_len
         progress.plan_decode(topology)
 
     def plan(self) -> StepPlan:
