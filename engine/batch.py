@@ -140,7 +140,9 @@ class SequenceDelta:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a dispatcher may know before a step. `num_free_blocks` counts evictable blocks too."""
+    """What a dispatcher may know before a step, where `num_running` counts the sequences that the step will
+    admit. `num_free_blocks` counts evictable blocks too.
+    """
 
     num_running: int
     num_waiting: int

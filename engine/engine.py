@@ -68,9 +68,19 @@ class Engine:
         """Build an engine from what `config` names. Raises `ModelLoadError` or `ConfigError`."""
         worker = build_worker(config)
         engine = assemble_engine(config, worker.runner, worker.library, worker.facts)
+        engine.prepare()
         facts = dataclasses.asdict(engine.facts)
         logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
         return engine
+
+    def prepare(self) -> None:
+        """Capture the steps that the dispatcher can ask for, and plain decoding, which any request may ask
+        for. Does nothing on a device that captures none.
+        """
+        max_rows = self.facts.max_num_seqs
+        off = (self._scheduler.root_only, range(1, max_rows + 1))
+        for topology, num_rows in (*self._dispatcher.reachable(max_rows), off):
+            self._runner.capture(topology, num_rows)
 
     @property
     def has_work(self) -> bool:
@@ -105,7 +115,7 @@ class Engine:
 
     def step(self) -> tuple[SequenceDelta, ...]:
         """Launch one step if anything can run, then return what the step before it gave."""
-        load = self._scheduler.load()
+        load = self._scheduler.next_load()
         plan = self._scheduler.schedule(self._dispatcher.choose(load))
         launched, failed = (None, []) if plan is None else self._launch(plan, load)
         deltas = () if self._in_flight is None else self._collect(self._in_flight)

@@ -279,6 +279,19 @@ def test_the_counters_add_up():
     assert (stats.num_finished, stats.num_running, stats.num_waiting) == (4, 0, 0)
 
 
+@pytest.mark.parametrize(("num_requests", "tree"), [(1, "tree-8"), (3, "chain-2"), (6, "off")])
+def test_a_burst_on_an_idle_engine_gets_the_tree_of_its_size(num_requests, tree):
+    asked = asked_of(num_requests)
+    texts = {r.sampling.seed: (*r.prompt_token_ids, *plain(asked)[r.request_id]) for r in asked}
+    shape = EngineShape(mode="auto", table=((1, "tree-8"), (4, "chain-2")))
+    engine = build_engine(TARGET, OracleDrafter(texts, FIRST), shape)
+    for request in asked:
+        engine.add(request)
+    engine.step()
+    engine.step()
+    assert set(dict(engine.stats().steps_by_tree)) == {tree}
+
+
 def test_plain_rows_draft_nothing():
     asked = [request_of("off", (10, 11), 100, speculation="off"), request_of("tree", (10, 11), 100)]
     text = (10, 11, *plain(asked[:1])["off"])
