@@ -11,12 +11,32 @@ Prompt = str | tuple[int, ...]  # text, or token ids
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function by the model; `arguments` is JSON text, which need not be valid."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema as the client wrote it."""
+
+    name: str
+    description: str
+    parameters: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat; `content` is text only."""
+    """One turn of a chat; `content` is text only. `tool_call_id` names the call that a tool answers."""
 
     role: str
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +64,12 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
+    """`is_one_call` lets an answer make one call of a tool at most."""
+
     messages: tuple[Message, ...]
     options: CallOptions
+    tools: tuple[Tool, ...] = ()
+    is_one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +90,7 @@ class TokenizeCall:
     adds_special_tokens: bool
     adds_generation_prompt: bool
     wants_texts: bool
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from app.call import Call, CallOptions, ChatCall, DetokenizeCall, Reply, TokenCall, TokenizeCall
+from app.call import Call, ChatCall, CompletionCall, DetokenizeCall, Reply, TokenCall, TokenizeCall
 from app.chat import ChatTemplate
 from app.choices import Limits, check_token_ids, plan_requests
 from app.config import ServerConfig
@@ -30,8 +31,12 @@ from app.streaming import (
     whole_body,
 )
 from app.tokenizer import Tokenizer
+from app.tool_formats import make_parser
+from app.tool_stream import with_calls
 from app.version import version
 from engine import AsyncEngine, CapacityError, Request
+
+Steps = AsyncGenerator[list[ChoiceDelta], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class LLMServer:
         self._engine = engine
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
+        self._tool_format = template.tool_format
         self._name = name
         self._limits = limits
         self._num_calls = 0
@@ -139,8 +145,7 @@ class LLMServer:
         )
         envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
         tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
-        echoes = await self._echoes(call)
-        steps = self._steps(requests, options, echoes)
+        steps = self._steps(await self._run(call, requests))
         async with aclosing(steps):
             if options.is_stream:
                 writer = EventWriter(envelope, tally, options)
@@ -152,18 +157,25 @@ class LLMServer:
                 collected = [delta async for deltas in steps for delta in deltas]
                 yield Reply(200, whole_body(envelope, tally, collected, options.wants_speculation_stats))
 
-    async def _steps(
-        self, requests: Sequence[Request], options: CallOptions, echoes: Sequence[str]
-    ) -> AsyncGenerator[list[ChoiceDelta], None]:
+    async def _run(self, call: Call, requests: Sequence[Request]) -> Steps:
+        """Return the steps of a call, with the echo or the calls of functions that it asks for."""
+        options = call.options
+        if options.max_tokens == 0:
+            steps = echo_alone(len(requests))
+        else:
+            steps = run_choices(self._engine, self._tokenizer, requests, options)
+        if isinstance(call, CompletionCall):
+            return with_echo(steps, await self._echoes(call)) if options.is_echoed else steps
+        if not call.tools:
+            return steps
+        names = frozenset(tool.name for tool in call.tools)
+        return with_calls(steps, partial(make_parser, self._tool_format, names), call.is_one_call)
+
+    async def _steps(self, run: Steps) -> Steps:
         """Yield the steps of a call and time them."""
         start = self._clock()
         first: dict[int, tuple[float, int]] = {}
-        run = (
-            echo_alone(len(requests))
-            if options.max_tokens == 0
-            else run_choices(self._engine, self._tokenizer, requests, options)
-        )
-        async with aclosing(with_echo(run, echoes) if echoes else run) as steps:
+        async with aclosing(run) as steps:
             async for deltas in steps:
                 now = self._clock()
                 if not first:
@@ -175,10 +187,8 @@ class LLMServer:
                 yield deltas
         self._duration.observe(self._clock() - start)
 
-    async def _echoes(self, call: Call) -> list[str]:
-        """Return the text to begin each choice with; empty where none is asked for."""
-        if isinstance(call, ChatCall) or not call.options.is_echoed:
-            return []
+    async def _echoes(self, call: CompletionCall) -> list[str]:
+        """Return the text to begin each choice with."""
         texts = [
             prompt if isinstance(prompt, str) else await self._prompts.decode(prompt)
             for prompt in call.prompts
@@ -210,7 +220,7 @@ class LLMServer:
 
     async def _encode(self, call: Call) -> list[tuple[int, ...]]:
         if isinstance(call, ChatCall):
-            return [await self._prompts.encode_chat(call.messages)]
+            return [await self._prompts.encode_chat(call.messages, call.tools)]
         return [await self._prompts.encode(prompt) for prompt in call.prompts]
 
     def _check_model(self, name: str) -> None:

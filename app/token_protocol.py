@@ -1,14 +1,15 @@
 """The bodies of /tokenize and /detokenize, as vLLM's clients write them.
 
-The rules for bodies and messages are those of `protocol`.
+What every body has in common is in `body`, messages are in `chat_protocol`.
 """
 
 from typing import Self
 
 from pydantic import Field, model_validator
 
+from app.body import Body, parse
 from app.call import DetokenizeCall, TokenizeCall
-from app.protocol import Body, MessageBody, parse
+from app.chat_protocol import MAX_TOOLS, MessageBody, ToolBody
 from engine import RequestError
 
 
@@ -21,6 +22,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
+    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -38,6 +40,7 @@ class TokenizeBody(Body):
             adds_special_tokens=not is_chat if self.add_special_tokens is None else self.add_special_tokens,
             adds_generation_prompt=self.add_generation_prompt,
             wants_texts=bool(self.return_token_strs),
+            tools=tuple(tool.to_tool() for tool in self.tools or ()),
         )
 
 

@@ -273,6 +273,20 @@ async def test_answer_that_a_stop_string_ends_counts_as_finished(server: Server)
     assert ends()["aborted"] == before["aborted"]
 
 
+async def test_tokens_and_statistics_come_through_serve(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60, base_url=server.url) as client:
+        tokens = (await client.post("/tokenize", json={"prompt": "Hello"})).json()
+        text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        body = stream_body(3, prompt="Hello", echo=True, speculation_stats=True, stream=False)
+        answer = (await client.post("/v1/completions", json=body | {"stream_options": None})).json()
+    assert (tokens["count"], text) == (5, {"prompt": "Hello"})
+    assert answer["choices"][0]["text"].startswith("Hello")
+    assert answer["usage"]["prompt_tokens"] == 5
+    stats = answer["metrics"]["speculative_decoding"]
+    assert 0 < stats["num_accepted_draft_tokens"] < stats["num_draft_tokens"]
+    assert sum(stats["acceptance_histogram"]) == stats["num_spec_steps"]
+
+
 async def test_request_id_of_a_client_comes_back_once(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         given = await client.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"})
