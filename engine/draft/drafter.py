@@ -15,7 +15,7 @@ from engine.config import DraftMode
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles
-from engine.sampling.sampler import sample_children
+from engine.sampling.sampler import best_children, sample_children
 from engine.speculation import DraftOutput, TreeTensors
 
 
@@ -163,11 +163,11 @@ class _Expansion:
         """Choose the children of nodes [B, W] at `depth` from the head's output [B, W, H]."""
         head, count = self._drafter.head, self._children.shape[2]
         # Flat, since a batched product of strided rows copies the weight.
-        logits = head.logits(hidden.flatten(0, 1)).float().view(*nodes.shape, -1)
+        logits = head.logits(hidden.flatten(0, 1))
         if self._probs is None:
-            draft_ids = logits.topk(count, dim=-1).indices
+            draft_ids = best_children(logits, count).view(*nodes.shape, -1)
         else:
-            draft_ids = self._sample(nodes, logits, depth)
+            draft_ids = self._sample(nodes, logits.float().view(*nodes.shape, -1), depth)
         self._children[self._rows, nodes] = head.target_ids[draft_ids]
         self._features[self._rows, nodes] = feature
 

@@ -96,6 +96,8 @@ def wire_worker(
         target.pack()
         if head is not None:
             head.pack()
+    if device.type == "cuda":
+        _use_kernels(target, head, device)
     max_model_len = _choose_max_model_len(config, model)
     num_blocks = plan_num_blocks(config, model, head.config if head else None, dtype, device)
     shape = RunnerShape(
@@ -129,6 +131,17 @@ def wire_worker(
             trees=(*library.names, *(f"chain-{depth}" for depth in range(1, library.max_depth + 1))),
         ),
     )
+
+
+def _use_kernels(target: LlamaForCausalLM, head: DraftHead | None, device: torch.device) -> None:
+    """Run the networks on fused kernels."""
+    from engine.layers.triton_ops import TritonOps
+
+    # Programmatic dependent launch came with compute capability 9.
+    ops = TritonOps(overlap=torch.cuda.get_device_capability(device) >= (9, 0))
+    target.use(ops)
+    if head is not None:
+        head.use(ops)
 
 
 def count_positions(config: EngineConfig, model: ModelConfig) -> int:

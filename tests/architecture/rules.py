@@ -135,7 +135,9 @@ CORE = (
         "engine.draft.config",
         "engine.draft.head",
     ),
-    *("engine.draft.drafter", "engine.scheduler", "engine.dispatcher", "engine.layers"),
+    *("engine.draft.drafter", "engine.scheduler", "engine.dispatcher"),
+    *("engine.layers.decoder", "engine.layers.linear", "engine.layers.norm", "engine.layers.ops"),
+    *("engine.layers.rotary",),
     *("engine.attention.reference", "engine.runner.runner", "engine.runner.slot_state"),
     *("engine.model.config", "engine.model.llama"),
 )
