@@ -124,7 +124,7 @@ def time_host(
 ) -> float:
     """Return the median seconds that a call of `step` takes where it never finds the device at work."""
     bench.cache(prompts)
-    for request in _requests(cell, prompts, arm, HOST_TOKENS, 0):
+    for request in make_requests(cell, prompts, arm, HOST_TOKENS, 0):
         bench.engine.add(request)
     times = []
     while bench.engine.has_work:
@@ -148,7 +148,7 @@ def _run(
     """Cache the contexts anew, add every request and step to the end. Raises `StepError`."""
     engine = bench.engine
     bench.cache(prompts)
-    requests = _requests(cell, prompts, arm, max_tokens, round_idx)
+    requests = make_requests(cell, prompts, arm, max_tokens, round_idx)
     steps: list[float] = []
     num_tokens = num_calls = 0
     before = engine.stats()
@@ -171,7 +171,7 @@ def _run(
     return _Run(now - start, num_tokens, num_calls, device_seconds, tuple(steps[1:]))
 
 
-def _requests(cell: Cell, prompts: Prompts, arm: str, max_tokens: int, round_idx: int) -> list[Request]:
+def make_requests(cell: Cell, prompts: Prompts, arm: str, max_tokens: int, round_idx: int) -> list[Request]:
     """Return a request per prompt; the seeds, and so the acceptance, are those of the round in every arm."""
     return [
         Request(

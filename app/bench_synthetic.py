@@ -100,13 +100,13 @@ class SyntheticBench:
             yield CellResult(cell, (), hole=reason)
 
     def _measure(self, cell: Cell, fitting: Sequence[Cell], num_left: int) -> CellResult:
-        bench = self._open(cell, fitting)
+        bench = self.open(cell, fitting)
         now = self._clock()
         deadline = now + max(0.0, self._deadline - now) / (num_left + 1)
         arms = measure_cell(bench, cell, self.rates, self._plan.rounds, deadline, self._clock)
         return CellResult(cell, tuple(arms), bench.checksum())
 
-    def _open(self, cell: Cell, fitting: Sequence[Cell]) -> SyntheticEngine:
+    def open(self, cell: Cell, fitting: Sequence[Cell]) -> SyntheticEngine:
         """Return the engine at hand where it holds the cell, else a new one: for the largest of `fitting` too
         where the memory lets it.
         """
