@@ -11,20 +11,40 @@ Prompt = str | tuple[int, ...]  # text, or token ids
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function by the model; `arguments` is JSON text, which need not be valid."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema as the client wrote it."""
+
+    name: str
+    description: str
+    parameters: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat; `content` is text only."""
+    """One turn of a chat; `content` is text only. `tool_call_id` names the call that a tool answers."""
 
     role: str
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     """What chat and completions have in common.
 
-    `max_tokens` None means as many as `sampling.max_tokens` and the context allow. `num_choices` sequences
-    are drawn per prompt.
+    `max_tokens` None means as many as `sampling.max_tokens` and the context allow, 0 the echo alone.
+    `num_choices` sequences are drawn per prompt. Lower `priority` runs first.
     """
 
     model: str
@@ -37,18 +57,49 @@ class CallOptions:
     is_stream: bool
     includes_usage: bool
     has_continuous_usage: bool
+    is_echoed: bool = False
+    wants_speculation_stats: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
+    """`is_one_call` lets an answer make one call of a tool at most."""
+
     messages: tuple[Message, ...]
     options: CallOptions
+    tools: tuple[Tool, ...] = ()
+    is_one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
     prompts: tuple[Prompt, ...]
     options: CallOptions
+
+
+Call = ChatCall | CompletionCall
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """`source` is a text, or a chat. `model` None means the served one."""
+
+    model: str | None
+    source: str | tuple[Message, ...]
+    adds_special_tokens: bool
+    adds_generation_prompt: bool
+    wants_texts: bool
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeCall:
+    model: str | None
+    token_ids: tuple[int, ...]
+
+
+TokenCall = TokenizeCall | DetokenizeCall
 
 
 @dataclass(frozen=True, slots=True)

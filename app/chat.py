@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from app.call import Message
+from app.call import Message, Tool
+from app.tool_formats import ToolFormat
+from app.tool_prompt import format_of, signature, turns, turns_in_words
 from engine import ModelLoadError, RequestError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -28,26 +31,46 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         config = _read_config(folder / "tokenizer_config.json")
         self._special_tokens = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS}
-        source = _read_source(folder / "chat_template.jinja", config.get("chat_template"))
+        sources = _read_sources(folder / "chat_template.jinja", config.get("chat_template"))
         try:
-            self._template = None if source is None else _environment().from_string(source)
+            self._template = _compile(sources.get("default"))
+            self._tool_template = _compile(sources.get("tool_use")) or self._template
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"the chat template of {folder} is not valid Jinja: {error}") from error
+        tool_source = sources.get("tool_use", sources.get("default", ""))
+        self._knows_tools = "tools" in _variables(tool_source)
+        self.tool_format: ToolFormat = format_of(tool_source)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt of a chat, ending where the assistant's answer begins."""
-        if self._template is None:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Tool] = ()
+    ) -> str:
+        """Return the prompt of a chat; with `add_generation_prompt` it ends where the answer begins.
+
+        A template that knows no tools gets them, their calls and their results as words in the texts.
+        """
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise RequestError("this model has no chat template: use /v1/completions", "messages")
-        turns = [
-            {"role": m.role, "content": m.content} | ({} if m.name is None else {"name": m.name})
-            for m in messages
-        ]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._special_tokens)
+            return template.render(
+                messages=turns(messages) if self._knows_tools else turns_in_words(messages, tools),
+                tools=[signature(tool) for tool in tools] or None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
         except (jinja2.TemplateError, TypeError) as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
+
+
+def _compile(source: str | None) -> jinja2.Template | None:
+    return None if source is None else _environment().from_string(source)
+
+
+def _variables(source: str) -> set[str]:
+    """Return the names that a template is given from outside."""
+    return meta.find_undeclared_variables(_environment().parse(source))
 
 
 def _environment() -> jinja2.Environment:
@@ -85,14 +108,15 @@ def _read_config(path: Path) -> dict[str, object]:
     return config
 
 
-def _read_source(path: Path, configured: object) -> str | None:
-    """A configured template is a string, or a list of named ones of which `default` is ours."""
+def _read_sources(path: Path, configured: object) -> dict[str, str]:
+    """A configured template is a string, or a list of named ones: we use `default` and `tool_use`."""
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(configured, list):
-        named = {item.get("name"): item.get("template") for item in configured if isinstance(item, dict)}
-        configured = named.get("default")
-    return configured if isinstance(configured, str) else None
+        return {"default": path.read_text(encoding="utf-8")}
+    if isinstance(configured, str):
+        return {"default": configured}
+    named = configured if isinstance(configured, list) else []
+    pairs = [(item.get("name"), item.get("template")) for item in named if isinstance(item, dict)]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
 
 
 def _token_text(token: object) -> str:

@@ -1,16 +1,18 @@
-"""The OpenAI bodies that clients send: strict about fields we know, tolerant of fields we do not.
+"""The OpenAI bodies of the generating endpoints, as calls.
 
-A known field that we cannot honour is refused by name, never dropped. Whether a prompt fits and a token id
-exists is left to `choices`.
+What every body has in common is in `body`, messages and tools are in `chat_protocol`. Whether a prompt fits
+and a token id exists is left to `choices`.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+import dataclasses
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from app.call import CallOptions, ChatCall, CompletionCall, Message, Prompt
+from app.body import Body, parse
+from app.call import CallOptions, ChatCall, CompletionCall, Prompt
+from app.chat_protocol import MAX_TOOLS, MessageBody, ToolBody, ToolChoice, check_choice
 from engine import RequestError, SamplingParams
 
 T = TypeVar("T")
@@ -19,67 +21,11 @@ MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 UNBOUNDED_TOKENS = 2**31 - 1  # stands in for max_tokens until the prompt's length is known
 
-# Fields that change the answer and that we cannot honour, with the values that ask for nothing.
-_REFUSED: Mapping[str, tuple[object, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "web_search_options": (None,),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "best_of": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "continue_final_message": (None, False),
-    "add_generation_prompt": (None, True),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
-    "truncate_prompt_tokens": (None,),
-    "return_token_ids": (None, False),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "logits_processors": (None, []),
-    "prompt_embeds": (None,),
-    "lora_request": (None,),
-}
-
 
 def _as_stops(value: object) -> object:
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
-
-
-def _as_text(value: object) -> str:
-    """Join the text parts of a message's content; `None` (an assistant turn without text) is empty."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "Input should be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise PydanticCustomError("content", "this model takes parts of type 'text' only")
-        if not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content", "a part of type 'text' needs a string in 'text'")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def _as_prompts(value: object) -> list[Prompt]:
@@ -101,54 +47,19 @@ def _as_prompt(value: object) -> Prompt:
     raise PydanticCustomError("prompt", "each prompt should be a string or a list of integer token ids")
 
 
-class _Body(BaseModel):
-    """Unknown fields are kept only so that refused ones can be named."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _refuse_unsupported(self) -> Self:
-        extra: Mapping[str, Any] = self.model_extra or {}
-        for name, neutral in _REFUSED.items():
-            # True == 1 in Python, so the type counts too.
-            if name in extra and not any(type(extra[name]) is type(v) and extra[name] == v for v in neutral):
-                raise RequestError(f"{name} is not supported by this server: leave it out", name)
-        return self
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class MessageBody(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
-    name: str | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("tool_calls", "function_call"):
-            if (self.model_extra or {}).get(name):
-                raise PydanticCustomError("message", "tool calls are not supported by this server")
-        if self.role != "assistant" and "content" not in self.model_fields_set:
-            raise PydanticCustomError("message", "a message needs content")
-        return self
-
-    def to_message(self) -> Message:
-        # The developer role is OpenAI's newer name of the system role; templates know only the old one.
-        role = "system" if self.role == "developer" else self.role
-        return Message(role, self.content, self.name)
-
-
-class _GenerationBody(_Body):
+class _GenerationBody(Body):
     """What chat and completions share, our extensions included."""
 
     model: str
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_stops)] = []
+    stop: Annotated[list[str], BeforeValidator(_as_stops)] = Field(default_factory=list)
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -165,6 +76,9 @@ class _GenerationBody(_Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: str | None = None
+    speculation_stats: bool | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    user: str | None = None
 
     def options(self, max_tokens: int | None, default_max_tokens: int) -> CallOptions:
         """Return the call's options; values out of range raise `RequestError` naming the field."""
@@ -182,6 +96,8 @@ class _GenerationBody(_Body):
             is_stream=bool(self.stream),
             includes_usage=bool(stream_options.include_usage),
             has_continuous_usage=bool(stream_options.continuous_usage_stats),
+            wants_speculation_stats=bool(self.speculation_stats),
+            priority=self.priority or 0,
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
@@ -208,38 +124,46 @@ class _GenerationBody(_Body):
 class ChatBody(_GenerationBody):
     messages: list[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
 
     def to_call(self) -> ChatCall:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        check_choice(self.tool_choice, bool(self.tools))
         return ChatCall(
-            tuple(message.to_message() for message in self.messages), self.options(asked, UNBOUNDED_TOKENS)
+            tuple(message.to_message() for message in self.messages),
+            self.options(asked, UNBOUNDED_TOKENS),
+            tools=() if self.tool_choice == "none" else tuple(tool.to_tool() for tool in self.tools or ()),
+            is_one_call=self.parallel_tool_calls is False,
         )
 
 
 class CompletionBody(_GenerationBody):
     prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts)]
     best_of: int | None = None
+    echo: bool | None = None
 
     def to_call(self) -> CompletionCall:
         if self.best_of not in (None, self.n or 1):
             raise RequestError("best_of is supported only where it equals n: leave it out", "best_of")
-        return CompletionCall(tuple(self.prompt), self.options(self.max_tokens, DEFAULT_COMPLETION_TOKENS))
+        is_echoed = bool(self.echo)
+        is_echo_alone = is_echoed and self.max_tokens == 0
+        options = self.options(1 if is_echo_alone else self.max_tokens, DEFAULT_COMPLETION_TOKENS)
+        options = dataclasses.replace(
+            options, is_echoed=is_echoed, max_tokens=0 if is_echo_alone else options.max_tokens
+        )
+        return CompletionCall(tuple(self.prompt), options)
 
 
 def parse_chat(body: bytes) -> ChatCall:
     """Return the call that a body of /v1/chat/completions asks for, or raise `RequestError`."""
-    try:
-        return ChatBody.model_validate_json(body).to_call()
-    except ValidationError as error:
-        raise _request_error(error) from error
+    return parse(ChatBody, body).to_call()
 
 
 def parse_completion(body: bytes) -> CompletionCall:
     """Return the call that a body of /v1/completions asks for, or raise `RequestError`."""
-    try:
-        return CompletionBody.model_validate_json(body).to_call()
-    except ValidationError as error:
-        raise _request_error(error) from error
+    return parse(CompletionBody, body).to_call()
 
 
 def _default(value: T | None, default: T) -> T:
@@ -253,17 +177,3 @@ def _as_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
             raise RequestError(f"logit_bias keys must be token ids, found {key[:40]!r}", "logit_bias")
         entries.append((int(key), value))
     return tuple(entries)
-
-
-def _request_error(error: ValidationError) -> RequestError:
-    """Say the first fault only: the others often follow from it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body must be JSON in UTF-8: {first['msg']}")
-    parameter = ""
-    for part in first["loc"]:
-        parameter += f"[{part}]" if isinstance(part, int) else f".{part}" if parameter else part
-    message = (
-        f"{parameter}: {first['msg']}" if parameter else f"the body must be a JSON object: {first['msg']}"
-    )
-    return RequestError(message, parameter or None)

@@ -15,6 +15,7 @@ class Counters:
 
     num_steps: int = 0
     num_calls: int = 0
+    num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_prompt_tokens: int = 0
@@ -31,20 +32,30 @@ class Counters:
         """Count one collected step and what its sequences kept of it."""
         self.num_steps += 1
         self.step_seconds += stats.seconds
-        for row in stats.rows:
-            self.num_drafted += row.topology.num_drafts
-            self.steps_by_tree[row.topology.name] += 1
+        for tree, num_rows in Counter(row.topology for row in stats.rows).items():
+            self.num_drafts += num_rows * (tree.num_drafts > 0)
+            self.num_drafted += num_rows * tree.num_drafts
+            self.steps_by_tree[tree.name] += num_rows
+        for num_accepted, num_rows in Counter(delta.num_accepted_in_step for delta in deltas).items():
+            self.num_accepted += num_rows * num_accepted
+            self.accepted_by_depth.update(dict.fromkeys(range(num_accepted), num_rows))
+        num_tokens = [len(delta.token_ids) for delta in deltas]
+        self.num_calls += len(num_tokens) - num_tokens.count(0)  # a failed sequence gained nothing
+        self.num_output_tokens += sum(num_tokens)
         for delta in deltas:
-            self.num_calls += bool(delta.token_ids)  # a failed sequence gained nothing
-            self.num_accepted += delta.num_accepted_in_step
-            self.num_output_tokens += len(delta.token_ids)
-            for depth in range(delta.num_accepted_in_step):
-                self.accepted_by_depth[depth] += 1
             if delta.finish_reason is not None:
-                is_failed = delta.finish_reason is FinishReason.ERROR
-                self.num_failed += is_failed
-                self.num_finished += not is_failed
-                self.num_prefix_hit_tokens += delta.num_prefix_hits
+                self.count_end(delta.finish_reason, delta.num_prefix_hits)
+
+    def count_end(self, reason: FinishReason, num_prefix_hits: int) -> None:
+        """Count the end of one sequence."""
+        match reason:
+            case FinishReason.ABORT:
+                self.num_aborted += 1
+            case FinishReason.ERROR:
+                self.num_failed += 1
+            case _:
+                self.num_finished += 1
+        self.num_prefix_hit_tokens += num_prefix_hits
 
     def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
         """Return the totals beside the gauges of now."""
@@ -57,6 +68,7 @@ class Counters:
             num_cached_blocks=blocks.num_cached,
             num_steps=self.num_steps,
             num_calls=self.num_calls,
+            num_drafts=self.num_drafts,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_prompt_tokens=self.num_prompt_tokens,

@@ -31,9 +31,12 @@ class PrefixHit:
 
 @dataclass(slots=True)
 class _Chain:
-    """Digests of a sequence's full blocks, made once each, and how many of those blocks are published."""
+    """Digests of a sequence's full blocks, made once each, and how many of those blocks are published: the
+    first `num_hit` by others.
+    """
 
     digests: list[bytes] = field(default_factory=list)
+    num_hit: int = 0
     num_published: int = 0
 
 
@@ -84,15 +87,17 @@ class KVCache:
         new_ids = self.pool.allocate(num_new)
         assert new_ids is not None, (num_new, self.pool.counts())
         sequence.block_ids = [*hit.block_ids, *new_ids]
-        self._chains.setdefault(sequence, _Chain()).num_published = len(hit.block_ids)
+        chain = self._chains.setdefault(sequence, _Chain())
+        chain.num_hit = chain.num_published = len(hit.block_ids)
         return hit
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
         """Grow a sequence to hold `num_tokens` tokens; return the new block ids, often none, or None (and no
         change) where the pool has too few.
         """
-        num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
-        new_ids = self.pool.allocate(max(0, num_missing))
+        if num_tokens <= len(sequence.block_ids) * self.pool.block_size:
+            return ()
+        new_ids = self.pool.allocate(self.num_blocks_for(num_tokens) - len(sequence.block_ids))
         if new_ids is not None:
             sequence.block_ids.extend(new_ids)
         return new_ids
@@ -106,9 +111,11 @@ class KVCache:
         assert num_tokens <= len(sequence.tokens), (num_tokens, len(sequence.tokens))
         if not self._enable_prefix_cache:
             return
-        size = self.pool.block_size
-        chain = self._chains[sequence]
-        for idx in range(chain.num_published, num_tokens // size):
+        size, chain = self.pool.block_size, self._chains[sequence]
+        num_full = num_tokens // size
+        if num_full <= chain.num_published:
+            return
+        for idx in range(chain.num_published, num_full):
             has_draft = draft_valid.start <= idx * size and (idx + 1) * size <= draft_valid.stop
             self.pool.publish(sequence.block_ids[idx], self._digest(sequence, idx), has_draft)
             chain.num_published = idx + 1
@@ -121,15 +128,21 @@ class KVCache:
         self._chains.pop(sequence, None)
 
     def discard(self, sequence: Sequence) -> None:
-        """Release a sequence that failed: nothing it holds, shared or not, may be found again."""
-        for block_id in sequence.block_ids:
+        """Release a sequence that failed: no block that it wrote may be found again. Those that it hit stay:
+        what others wrote is as good as before.
+        """
+        num_hit = self._chains[sequence].num_hit if sequence.block_ids else 0
+        for block_id in sequence.block_ids[num_hit:]:
             self.pool.forget(block_id)
         self.release(sequence)
 
     def _digest(self, sequence: Sequence, idx: int) -> bytes:
         """Return the digest of full block `idx`, extending the sequence's chain up to it."""
         size = self.pool.block_size
-        digests = self._chains.setdefault(sequence, _Chain()).digests
+        chain = self._chains.get(sequence)
+        if chain is None:
+            chain = self._chains[sequence] = _Chain()
+        digests = chain.digests
         while len(digests) <= idx:
             start = len(digests) * size
             parent = digests[-1] if digests else ROOT_DIGEST

@@ -4,7 +4,9 @@ Whatever was drafted, the law of what is emitted is the target's (arXiv 2305.097
 into the cache is left to the runner.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +29,19 @@ class _Siblings:
     ranks: Tensor
 
 
+class Verify(Protocol):
+    """The signature of `verify`, for implementations of one device."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        draft: DraftOutput,
+        tree: TreeTensors,
+        sampling: SamplingTensors,
+        root_positions: Tensor,
+    ) -> Verification: ...
+
+
 def verify(
     logits: Tensor,
     draft: DraftOutput,
@@ -40,8 +55,21 @@ def verify(
     drawn at a node of depth d sits at root position + d + 1: its noise and its minimum length are keyed so,
     and its penalties count the path above it. Deterministic children (`draft.probs` None): the emitted tokens
     are those of plain decoding with the same seed, for any tree. Sampled children: their law is. Never reads
-    a device value on the host.
+    a device value on the host. On CUDA, deterministic drafts are verified by `kernels/sampling`.
     """
+    if logits.is_cuda and draft.probs is None and logits.dtype != torch.float64:
+        return _verify_by_kernels(logits, draft, tree, sampling, root_positions)
+    return verify_plainly(logits, draft, tree, sampling, root_positions)
+
+
+def verify_plainly(
+    logits: Tensor,
+    draft: DraftOutput,
+    tree: TreeTensors,
+    sampling: SamplingTensors,
+    root_positions: Tensor,
+) -> Verification:
+    """Answer as `verify`, by torch alone on any device."""
     rows = torch.arange(tree.num_rows, device=logits.device)
     node = torch.zeros_like(root_positions)
     is_open = torch.ones_like(root_positions, dtype=torch.bool)
@@ -67,6 +95,33 @@ def verify(
     # Nothing is below the deepest level, so the last entries of `path` and `opens` say nothing new.
     levels = (torch.stack(levels, 1) for levels in (path[:-1], tokens, peaks, opens[:-1]))
     return _verification(*levels)
+
+
+def _verify_by_kernels(
+    logits: Tensor,
+    draft: DraftOutput,
+    tree: TreeTensors,
+    sampling: SamplingTensors,
+    root_positions: Tensor,
+) -> Verification:
+    """Answer as `verify_plainly` for deterministic drafts; all of warping but truncation stays in torch."""
+    from engine.kernels.sampling import verify_drafts
+
+    rows = torch.arange(tree.num_rows, device=logits.device)
+    untruncated = dataclasses.replace(sampling, is_truncated=False)
+    output_counts = sampling.output_counts.clone()
+
+    def warp_level(node: Tensor, token: Tensor | None, level: int) -> Tensor:
+        if sampling.is_penalized and token is not None:
+            output_counts.scatter_add_(1, token.clamp(min=0)[:, None], (token >= 0).int()[:, None])
+        return warp(logits[rows, node], untruncated, output_counts, root_positions + (level + 1))
+
+    needs_warp = sampling.is_penalized or sampling.is_biased or sampling.has_min_tokens
+    return verify_drafts(
+        *(logits, draft, tree, sampling, root_positions),
+        stream=Stream.TARGET,
+        warp_level=warp_level if needs_warp else None,
+    )
 
 
 def _siblings(token_ids: Tensor, tree: TreeTensors, node: Tensor, depth: int) -> _Siblings:
@@ -159,7 +214,7 @@ def _verification(path: Tensor, tokens: Tensor, peaks: Tensor, is_open: Tensor) 
     # A stopped row reads its last node again, so levels it did not reach repeat the finding.
     is_finite = peaks.isfinite().all(1)
     is_reached = is_open & is_finite[:, None]
-    is_reached[:, 0] = True
+    is_reached[:, 0].fill_(True)
     num_accepted = is_reached.sum(1) - 1
     token_ids = tokens.masked_fill(~is_finite[:, None], 0).masked_fill_(~is_reached, -1)
     return Verification(

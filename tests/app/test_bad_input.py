@@ -10,6 +10,7 @@ from tests.app.harness import MAX_MODEL_LEN, SpokenEngine, chat_body, completion
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TEXT_MESSAGE = {"role": "user", "content": "Hi"}
 
 
@@ -68,10 +69,18 @@ CHAT_FIELDS = [
     ("stop_token_ids", [258]),
     ("min_tokens", -1),
     ("speculation", 8),
+    ("speculation_stats", "yes"),
+    ("priority", 2**31),
+    ("priority", 1.5),
+    ("user", 5),
     ("stream_options", {"include_usage": True}),
     ("logprobs", True),
     ("top_logprobs", 3),
-    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
+    ("tools", {"type": "function"}),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("parallel_tool_calls", "no"),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema"}),
     ("guided_json", {}),
@@ -101,13 +110,28 @@ async def test_bad_chat_field_is_refused_by_name(
         ("stop_token_ids", ["a"], "stop_token_ids[0]"),
         ("stream_options", {"include_usage": "yes"}, "stream_options.include_usage"),
         ("messages", [{"role": "king", "content": "x"}], "messages[0].role"),
-        ("messages", [{"role": "tool", "content": "x"}], "messages[0].role"),
+        ("messages", [{"role": "tool", "content": "x"}], "messages[0]"),
+        ("messages", [{"role": "tool", "tool_call_id": "c"}], "messages[0]"),
+        ("messages", [{"role": "user", "content": "x", "tool_calls": [TOOL_CALL]}], "messages[0]"),
+        (
+            "messages",
+            [{"role": "assistant", "tool_calls": [{"id": "c"}]}],
+            "messages[0].tool_calls[0].function",
+        ),
+        ("tools", [{"type": "function"}], "tools[0].function"),
+        ("tools", [{"type": "web_search", "function": {"name": "f"}}], "tools[0].type"),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+        (
+            "tools",
+            [{"type": "function", "function": {"name": "f", "parameters": []}}],
+            "tools[0].function.parameters",
+        ),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "tools[0].function"),
         ("messages", [{"content": "x"}], "messages[0].role"),
         ("messages", [TEXT_MESSAGE, {"role": "user", "content": 5}], "messages[1].content"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content"),
         ("messages", [{"role": "user"}], "messages[0]"),
-        ("messages", [{"role": "assistant", "tool_calls": [{}]}], "messages[0]"),
     ],
 )
 async def test_fault_inside_a_field_is_named_with_its_path(
@@ -133,7 +157,7 @@ async def test_fault_inside_a_field_is_named_with_its_path(
         ("prompt", [258]),
         ("prompt", [[5], [5, 258]]),
         ("prompt", [10**30]),
-        ("echo", True),
+        ("echo", "yes"),
         ("suffix", "end"),
         ("best_of", 2),
         ("logprobs", 0),
