@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The state of a row, int64 words that begin as 0. BEST: the leading token, packed; PEAK: the key of the largest
-# logit; NUM_DONE: programs that finished, over all launches; PREFIX, AHEAD: the digits found of the threshold,
-# and the weight ahead of them; BUDGET: where the mass search ends; THRESHOLD, NUM_TIES: kept are keys above
-# the threshold and the first NUM_TIES tokens on it. NODE, IS_CLOSED and NUM_DRAWN belong to a batch row.
+# The state of a row, int64 words that begin as 0. BEST: the leading token, packed; PEAK: the key of the
+# largest logit; NUM_DONE: programs that finished, over all launches; PREFIX, AHEAD: the digits found of the
+# threshold, and the weight ahead of them; BUDGET: where the mass search ends; THRESHOLD, NUM_TIES: kept are
+# keys above the threshold and the first NUM_TIES tokens on it. NODE, IS_CLOSED and NUM_DRAWN belong to a
+# batch row.
 BEST = tl.constexpr(0)
 PEAK = tl.constexpr(1)
 NUM_DONE = tl.constexpr(2)

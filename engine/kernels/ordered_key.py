@@ -23,7 +23,9 @@ def ordered_key(x):
 
 @triton.jit
 def number_of_key(key, SHIFT: tl.constexpr = 0):
-    """Return the float32 with this uint32 key, or with this key >> SHIFT where its low SHIFT bits are zero."""
+    """Return the float32 with this uint32 key, or with this key >> SHIFT where its low SHIFT bits are
+    zero.
+    """
     key <<= SHIFT
     bits = tl.where(key >> 31 != 0, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.uint32)
     # Below zero the low bits of a key are inverted too.

@@ -1,6 +1,7 @@
 """The threshold that top-k, top-p and min-p leave in each row, found by radix search over split vocabularies.
 
-The rules are those of `sampling/truncation`, to the integer; drawing among what is kept is left to `sampling`.
+The rules are those of `sampling/truncation`, to the integer; drawing among what is kept is left to
+`sampling`.
 """
 
 import triton
@@ -36,7 +37,9 @@ _NUM_WARPS = 4
 
 
 def find_thresholds(rows: DrawRows, sampling: SamplingTensors) -> None:
-    """Set PEAK, THRESHOLD and NUM_TIES of every row. Rows at temperature 0 or without a finite peak keep all."""
+    """Set PEAK, THRESHOLD and NUM_TIES of every row. Rows at temperature 0 or without a finite peak keep
+    all.
+    """
     temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     options = {"EVERY": rows.is_every_node, "CHUNK": rows.chunk, "num_warps": _NUM_WARPS}
     options["enable_fp_fusion"] = False
