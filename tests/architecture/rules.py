@@ -94,6 +94,7 @@ OPTIONAL_LIBRARIES: dict[str, tuple[str, ...]] = {
 LIBRARY_MODULES = (
     "engine.kernels",
     "engine.layers.triton_ops",
+    "engine.sampling.triton_verify",
     "engine.attention.triton",
     "engine.attention.xformers",
 )
