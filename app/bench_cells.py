@@ -21,7 +21,7 @@ from engine import (
 
 LONG, SHORT = 193, 1
 MIN_ROUNDS = 3
-_HOST_TOKENS = 25
+HOST_TOKENS = 25
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all 64 bits
 _MASK = (1 << 63) - 1
 
@@ -105,7 +105,7 @@ def measure_cell(
     for arm in cell.arms:
         bench.prepare(arm, cell.batch)
         # Whatever else is compiled or allocated at first use.
-        _run(bench, cell, prompts, arm, _HOST_TOKENS, 0, clock)
+        _run(bench, cell, prompts, arm, HOST_TOKENS, 0, clock)
     found: dict[str, list[_Round]] = {arm: [] for arm in cell.arms}
     for round_idx in range(rounds):
         if round_idx >= MIN_ROUNDS and clock() > deadline:
@@ -124,7 +124,7 @@ def time_host(
 ) -> float:
     """Return the median seconds that a call of `step` takes where it never finds the device at work."""
     bench.cache(prompts)
-    for request in _requests(cell, prompts, arm, _HOST_TOKENS, 0):
+    for request in make_requests(cell, prompts, arm, HOST_TOKENS, 0):
         bench.engine.add(request)
     times = []
     while bench.engine.has_work:
@@ -148,7 +148,7 @@ def _run(
     """Cache the contexts anew, add every request and step to the end. Raises `StepError`."""
     engine = bench.engine
     bench.cache(prompts)
-    requests = _requests(cell, prompts, arm, max_tokens, round_idx)
+    requests = make_requests(cell, prompts, arm, max_tokens, round_idx)
     steps: list[float] = []
     num_tokens = num_calls = 0
     before = engine.stats()
@@ -171,7 +171,7 @@ def _run(
     return _Run(now - start, num_tokens, num_calls, device_seconds, tuple(steps[1:]))
 
 
-def _requests(cell: Cell, prompts: Prompts, arm: str, max_tokens: int, round_idx: int) -> list[Request]:
+def make_requests(cell: Cell, prompts: Prompts, arm: str, max_tokens: int, round_idx: int) -> list[Request]:
     """Return a request per prompt; the seeds, and so the acceptance, are those of the round in every arm."""
     return [
         Request(

@@ -68,6 +68,10 @@ class SyntheticBench:
         self.rates = MachineRates.measure(plan.sizes)
         _free_memory()
         self._free_bytes = _free_bytes(plan.sizes)
+        self._num_ahead = LONG + 2 * plan.sizes.speculation.feature_window
+        # The weights are made once, for the longest context that is measured at all.
+        contexts = [cell.context for cell in plan.cells if self._misfit(cell) is None]
+        self._max_model_len = max(contexts, default=0) + self._num_ahead
         self._weights: SyntheticWeights | None = None
         self._engine: SyntheticEngine | None = None
 
@@ -96,13 +100,13 @@ class SyntheticBench:
             yield CellResult(cell, (), hole=reason)
 
     def _measure(self, cell: Cell, fitting: Sequence[Cell], num_left: int) -> CellResult:
-        bench = self._open(cell, fitting)
+        bench = self.open(cell, fitting)
         now = self._clock()
         deadline = now + max(0.0, self._deadline - now) / (num_left + 1)
         arms = measure_cell(bench, cell, self.rates, self._plan.rounds, deadline, self._clock)
         return CellResult(cell, tuple(arms), bench.checksum())
 
-    def _open(self, cell: Cell, fitting: Sequence[Cell]) -> SyntheticEngine:
+    def open(self, cell: Cell, fitting: Sequence[Cell]) -> SyntheticEngine:
         """Return the engine at hand where it holds the cell, else a new one: for the largest of `fitting` too
         where the memory lets it.
         """
@@ -118,40 +122,41 @@ class SyntheticBench:
         return self._engine
 
     def _build(self, cells: Sequence[Cell]) -> SyntheticEngine:
-        plan, config = self._plan, self._config(cells)
+        plan, config = self._plan, replace(self._sizes(cells), max_model_len=self._max_model_len)
         if self._weights is None:
             self._weights = SyntheticWeights.create(plan.name, plan.model, config)
         return SyntheticEngine(config, self._weights, plan.profile, plan.tree_sizes)
 
     def _holds(self, bench: SyntheticEngine, cell: Cell) -> bool:
-        facts, config = bench.engine.facts, self._config((cell,))
+        facts, config = bench.engine.facts, self._sizes((cell,))
         assert config.num_blocks is not None
         return facts.num_blocks >= config.num_blocks and facts.max_num_seqs >= config.max_num_seqs
 
     def _misfit(self, cell: Cell) -> str | None:
-        """Return why a cell cannot run on this machine, as far as sizes tell."""
-        config = self._config((cell,))
+        """Return why a cell cannot run with this model on this machine, as far as sizes tell."""
+        model = self._plan.model
+        if cell.context + self._num_ahead > model.max_position:
+            return f"beyond the {model.max_position} positions of the model"
+        config = self._sizes((cell,))
         assert config.num_blocks is not None
-        needed = predict_bytes(self._plan.model, config, config.num_blocks, self._num_nodes)
+        needed = predict_bytes(model, config, config.num_blocks, self._num_nodes)
         if needed <= self._free_bytes * _DEVICE_SHARE:
             return None
         return f"does not fit: {needed / _GIB:.1f} GiB predicted, {self._free_bytes / _GIB:.1f} free"
 
-    def _config(self, cells: Sequence[Cell]) -> EngineConfig:
-        """Return a config that holds any one of `cells`; the length is that of the plan's longest, since the
-        weights are made once.
-        """
+    def _sizes(self, cells: Sequence[Cell]) -> EngineConfig:
+        """Return a config with the rows and blocks of any one of `cells`."""
         sizes = self._plan.sizes
-        num_ahead = LONG + 2 * sizes.speculation.feature_window
         max_num_seqs = max(cell.batch for cell in cells)
-        num_blocks = max(cell.batch * -(-(cell.context + num_ahead) // sizes.block_size) for cell in cells)
+        num_blocks = max(
+            cell.batch * -(-(cell.context + self._num_ahead) // sizes.block_size) for cell in cells
+        )
         return replace(
             sizes,
             num_blocks=int(num_blocks * _SPARE_SHARE) + 1,
             max_num_seqs=max_num_seqs,
             max_num_waiting=max_num_seqs,
             max_batched_tokens=max_num_seqs * (self._num_nodes + 1) + 1,
-            max_model_len=max(cell.context for cell in self._plan.cells) + num_ahead,
         )
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 # Run by its path, Python looks for modules beside this file only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from app.bench_cells import _requests
+from app.bench_cells import make_requests
 from app.bench_synthetic import SyntheticBench
 from app.cli_bench_synthetic import parse_cells, plan_of
 
@@ -48,11 +48,11 @@ def main() -> None:
     plan, _ = plan_of(fixed, tuple(cells))
     bench = SyntheticBench(plan)
     for cell in cells:
-        engine = bench._open(cell, cells)
+        engine = bench.open(cell, cells)
         engine.prepare(cell.arms[0], cell.batch)
         prompts = engine.random_prompts(cell.batch, cell.context)
         engine.cache(prompts)
-        for request in _requests(cell, prompts, cell.arms[0], MAX_TOKENS, 0):
+        for request in make_requests(cell, prompts, cell.arms[0], MAX_TOKENS, 0):
             engine.engine.add(request)
         for _ in range(NUM_WARM):
             engine.engine.step()

@@ -4,6 +4,7 @@ What a step costs depends on shapes, not on what the weights say; which drafts a
 to `replay`.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -141,6 +142,7 @@ def fill_pages(pool: KVPool, seed: int = 2) -> None:
         pages.normal_(generator=generator)
 
 
+@functools.cache
 def target_sizes(model: ModelConfig, itemsize: int) -> NetworkSizes:
     """Count a target without making it."""
     with torch.device("meta"):
@@ -150,6 +152,7 @@ def target_sizes(model: ModelConfig, itemsize: int) -> NetworkSizes:
     return NetworkSizes(num_matrix, num_kept, 2 * model.num_layers * model.kv_size * itemsize)
 
 
+@functools.cache
 def head_sizes(config: DraftConfig, itemsize: int) -> NetworkSizes:
     """Count a draft head without making it, its rows of the output head included."""
     with torch.device("meta"):
