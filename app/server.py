@@ -14,9 +14,10 @@ from app.call import Call, ChatCall, CompletionCall, DetokenizeCall, Reply, Toke
 from app.chat import ChatTemplate
 from app.choices import Limits, check_token_ids, plan_requests
 from app.config import ServerConfig
-from app.errors import UnknownModelError, event_for, reply_for
+from app.errors import UnknownModelError, event_for, reply_for, status_of
 from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
 from app.metrics import Histogram, ReplicaSnapshot
+from app.outcomes import Ending, Outcomes, outcome_of
 from app.prompts import Prompts
 from app.streaming import (
     DONE,
@@ -72,6 +73,7 @@ class LLMServer:
         self._name = name
         self._limits = limits
         self._num_calls = 0
+        self._outcomes = Outcomes()
         self._replica = replica
         self._clock = clock
         self._created = int(time.time())
@@ -105,6 +107,7 @@ class LLMServer:
             model=self._name,
             facts=self._engine.facts,
             stats=await self._engine.stats(),
+            calls=self._outcomes.snapshot(),
             histograms=tuple(h.snapshot() for h in (self._first_token, self._per_token, self._duration)),
         )
 
@@ -114,14 +117,16 @@ class LLMServer:
     async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
         """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
         has_begun = False
-        try:
-            with self._counted():
-                async with aclosing(self._messages(call, call_id)) as messages:
-                    async for message in messages:
-                        has_begun = True
-                        yield message
-        except Exception as error:  # the edge of a call: every error becomes an answer
-            yield event_for(error) + DONE if has_begun else reply_for(error)
+        with self._outcomes.watch() as ending:
+            try:
+                with self._counted():
+                    async with aclosing(self._messages(call, call_id, ending)) as messages:
+                        async for message in messages:
+                            has_begun = True
+                            yield message
+            except Exception as error:  # the edge of a call: every error becomes an answer
+                ending.outcome = outcome_of(status_of(error))
+                yield event_for(error) + DONE if has_begun else reply_for(error)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -135,7 +140,9 @@ class LLMServer:
         finally:
             self._num_calls -= 1
 
-    async def _messages(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+    async def _messages(
+        self, call: Call, call_id: str, ending: Ending
+    ) -> AsyncGenerator[bytes | Reply, None]:
         form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
         options = call.options
         self._check_model(options.model)
@@ -152,9 +159,11 @@ class LLMServer:
                 async for deltas in steps:
                     if events := writer.events(deltas):
                         yield events
+                ending.outcome = "answered"  # a client may leave as soon as it has the last message
                 yield writer.closing()
             else:
                 collected = [delta async for deltas in steps for delta in deltas]
+                ending.outcome = "answered"
                 yield Reply(200, whole_body(envelope, tally, collected, options.wants_speculation_stats))
 
     async def _run(self, call: Call, requests: Sequence[Request]) -> Steps:
