@@ -33,6 +33,16 @@ def _as_text(value: object) -> str:
     return "".join(texts)
 
 
+class TextPart(Body):
+    """A part of a content, as the document of the API shows it; `_as_text` reads it."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[TextPart] | None)]
+
+
 class CalledFunctionBody(Body):
     name: str
     arguments: str
@@ -48,7 +58,7 @@ class ToolCallBody(Body):
 
 class MessageBody(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    content: Content = ""
     name: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None

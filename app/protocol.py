@@ -47,6 +47,14 @@ def _as_prompt(value: object) -> Prompt:
     raise PydanticCustomError("prompt", "each prompt should be a string or a list of integer token ids")
 
 
+# The last types are what the document of the API shows of these fields.
+Stops = Annotated[list[str], BeforeValidator(_as_stops, json_schema_input_type=str | list[str] | None)]
+Prompts = Annotated[
+    list[Prompt],
+    BeforeValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[str | list[int]]),
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -59,7 +67,7 @@ class _GenerationBody(Body):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_stops)] = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -140,7 +148,7 @@ class ChatBody(_GenerationBody):
 
 
 class CompletionBody(_GenerationBody):
-    prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts)]
+    prompt: Prompts
     best_of: int | None = None
     echo: bool | None = None
 
