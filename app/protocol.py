@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from app.body import Body, parse
 from app.call import CallOptions, ChatCall, CompletionCall, Prompt
-from app.chat_protocol import MAX_TOOLS, MessageBody, ToolBody, ToolChoice, check_choice
+from app.chat_protocol import MessageBody, ShapeFields, ToolChoice, check_choice
 from engine import RequestError, SamplingParams
 
 T = TypeVar("T")
@@ -129,10 +129,9 @@ class _GenerationBody(Body):
         )
 
 
-class ChatBody(_GenerationBody):
+class ChatBody(_GenerationBody, ShapeFields):
     messages: list[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = None
-    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
@@ -142,7 +141,7 @@ class ChatBody(_GenerationBody):
         return ChatCall(
             tuple(message.to_message() for message in self.messages),
             self.options(asked, UNBOUNDED_TOKENS),
-            tools=() if self.tool_choice == "none" else tuple(tool.to_tool() for tool in self.tools or ()),
+            self.shape(self.messages[-1], has_tools=self.tool_choice != "none"),
             is_one_call=self.parallel_tool_calls is False,
         )
 

@@ -4,13 +4,23 @@ HTTP is left to `ingress`, placing and scaling replicas to `main`.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from app.call import Call, ChatCall, CompletionCall, DetokenizeCall, Reply, TokenCall, TokenizeCall
+from app.call import (
+    Call,
+    CallOptions,
+    ChatCall,
+    CompletionCall,
+    DetokenizeCall,
+    Reply,
+    TokenCall,
+    TokenizeCall,
+)
 from app.chat import ChatTemplate
 from app.choices import Limits, check_token_ids, plan_requests
 from app.config import ServerConfig
@@ -32,7 +42,7 @@ from app.streaming import (
     whole_body,
 )
 from app.tokenizer import Tokenizer
-from app.tool_formats import make_parser
+from app.tool_formats import OPEN_TAG, make_parser
 from app.tool_stream import with_calls
 from app.version import version
 from engine import AsyncEngine, CapacityError, Request
@@ -70,6 +80,7 @@ class LLMServer:
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
         self._tool_format = template.tool_format
+        self._has_special_tags = tokenizer.is_special(OPEN_TAG)
         self._name = name
         self._limits = limits
         self._num_calls = 0
@@ -168,17 +179,23 @@ class LLMServer:
 
     async def _run(self, call: Call, requests: Sequence[Request]) -> Steps:
         """Return the steps of a call, with the echo or the calls of functions that it asks for."""
-        options = call.options
-        if options.max_tokens == 0:
-            steps = echo_alone(len(requests))
-        else:
-            steps = run_choices(self._engine, self._tokenizer, requests, options)
         if isinstance(call, CompletionCall):
-            return with_echo(steps, await self._echoes(call)) if options.is_echoed else steps
-        if not call.tools:
-            return steps
-        names = frozenset(tool.name for tool in call.tools)
-        return with_calls(steps, partial(make_parser, self._tool_format, names), call.is_one_call)
+            if not call.options.is_echoed:
+                return self._plain_steps(call.options, requests)
+            return with_echo(self._plain_steps(call.options, requests), await self._echoes(call))
+        if not call.shape.tools:
+            return self._plain_steps(call.options, requests)
+        options = call.options
+        if self._has_special_tags:
+            options = dataclasses.replace(options, skips_special_tokens=False)  # else no call is seen
+        names = frozenset(tool.name for tool in call.shape.tools)
+        parser = partial(make_parser, self._tool_format, names)
+        return with_calls(self._plain_steps(options, requests), parser, call.is_one_call)
+
+    def _plain_steps(self, options: CallOptions, requests: Sequence[Request]) -> Steps:
+        if options.max_tokens == 0:
+            return echo_alone(len(requests))
+        return run_choices(self._engine, self._tokenizer, requests, options)
 
     async def _steps(self, run: Steps) -> Steps:
         """Yield the steps of a call and time them."""
@@ -229,7 +246,7 @@ class LLMServer:
 
     async def _encode(self, call: Call) -> list[tuple[int, ...]]:
         if isinstance(call, ChatCall):
-            return [await self._prompts.encode_chat(call.messages, call.tools)]
+            return [await self._prompts.encode_chat(call.messages, call.shape)]
         return [await self._prompts.encode(prompt) for prompt in call.prompts]
 
     def _check_model(self, name: str) -> None:
