@@ -3,7 +3,7 @@
 Parsing bodies is left to `protocol`, tokens and choices to `choices`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine import SamplingParams
 
@@ -40,6 +40,23 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptShape:
+    """How a chat is written as a prompt, besides its messages.
+
+    With `adds_generation_prompt` the prompt ends where an answer begins; with `continues_final` it ends
+    inside the last message, which the answer goes on with. `arguments` are more names for the template.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    adds_generation_prompt: bool = True
+    continues_final: bool = False
+    arguments: dict[str, object] = field(default_factory=dict)
+
+
+PLAIN_SHAPE = PromptShape()
+
+
+@dataclass(frozen=True, slots=True)
 class CallOptions:
     """What chat and completions have in common.
 
@@ -68,7 +85,7 @@ class ChatCall:
 
     messages: tuple[Message, ...]
     options: CallOptions
-    tools: tuple[Tool, ...] = ()
+    shape: PromptShape = PLAIN_SHAPE
     is_one_call: bool = False
 
 
@@ -88,9 +105,8 @@ class TokenizeCall:
     model: str | None
     source: str | tuple[Message, ...]
     adds_special_tokens: bool
-    adds_generation_prompt: bool
     wants_texts: bool
-    tools: tuple[Tool, ...] = ()
+    shape: PromptShape = PLAIN_SHAPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Turning the text into tokens is left to `tokenizer`.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from datetime import datetime
@@ -13,11 +14,12 @@ import jinja2
 from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from app.call import Message, Tool
+from app.call import PLAIN_SHAPE, Message, PromptShape
 from app.tool_formats import ToolFormat
 from app.tool_prompt import format_of, signature, turns, turns_in_words
 from engine import ModelLoadError, RequestError
 
+_END_MARK = "\x00end-of-text\x00"  # stands in no message: found again in what a template made of it
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -41,27 +43,44 @@ class ChatTemplate:
         self._knows_tools = "tools" in _variables(tool_source)
         self.tool_format: ToolFormat = format_of(tool_source)
 
-    def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Tool] = ()
-    ) -> str:
-        """Return the prompt of a chat; with `add_generation_prompt` it ends where the answer begins.
+    def render(self, messages: Sequence[Message], shape: PromptShape = PLAIN_SHAPE) -> str:
+        """Return the prompt of a chat.
 
         A template that knows no tools gets them, their calls and their results as words in the texts.
         """
-        template = self._tool_template if tools else self._template
+        if shape.continues_final:
+            return self._render_open(messages, shape)
+        template = self._tool_template if shape.tools else self._template
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions", "messages")
-        try:
-            return template.render(
-                messages=turns(messages) if self._knows_tools else turns_in_words(messages, tools),
-                tools=[signature(tool) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+        given = {
+            "messages": turns(messages) if self._knows_tools else turns_in_words(messages, shape.tools),
+            "tools": [signature(tool) for tool in shape.tools] or None,
+            "add_generation_prompt": shape.adds_generation_prompt,
+        } | self._special_tokens
+        if taken := given.keys() & shape.arguments:
+            raise RequestError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs"
             )
+        try:
+            return template.render(given | shape.arguments)
         except (jinja2.TemplateError, TypeError) as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
+
+    def _render_open(self, messages: Sequence[Message], shape: PromptShape) -> str:
+        """Return the prompt up to the end of the last message's text, behind which templates close it."""
+        *before, last = messages
+        marked = dataclasses.replace(last, content=last.content + _END_MARK)
+        text = self.render([*before, marked], dataclasses.replace(shape, continues_final=False))
+        prompt, mark, _ = text.rpartition(_END_MARK)
+        if not mark:
+            raise RequestError(
+                "the model's chat template leaves out the last message: it cannot be continued",
+                "continue_final_message",
+            )
+        return prompt
 
 
 def _compile(source: str | None) -> jinja2.Template | None:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.body import Body
-from app.call import Message, Tool, ToolCall
+from app.call import Message, PromptShape, Tool, ToolCall
 from engine import RequestError
 
 MAX_TOOLS = 128
@@ -33,6 +33,16 @@ def _as_text(value: object) -> str:
     return "".join(texts)
 
 
+class TextPart(Body):
+    """A part of a content, as the document of the API shows it; `_as_text` reads it."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[TextPart] | None)]
+
+
 class CalledFunctionBody(Body):
     name: str
     arguments: str
@@ -48,7 +58,7 @@ class ToolCallBody(Body):
 
 class MessageBody(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    content: Content = ""
     name: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
@@ -91,6 +101,33 @@ class ToolBody(Body):
 
     def to_tool(self) -> Tool:
         return Tool(self.function.name, self.function.description or "", self.function.parameters or {})
+
+
+class ShapeFields(Body):
+    """The fields that say how a chat is written as a prompt."""
+
+    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+    def shape(self, last: MessageBody, has_tools: bool = True) -> PromptShape:
+        """Return the shape of a chat that ends with `last`; without `has_tools` the model is told of none."""
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message and add_generation_prompt exclude each other",
+                    "continue_final_message",
+                )
+            if last.role != "assistant" or not last.content or last.tool_calls:
+                raise RequestError(
+                    "continue_final_message needs a last message of the assistant with text in it",
+                    "continue_final_message",
+                )
+        continues = bool(self.continue_final_message)
+        adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        tools = tuple(tool.to_tool() for tool in self.tools or ()) if has_tools else ()
+        return PromptShape(tools, adds, continues, self.chat_template_kwargs or {})
 
 
 class NamedFunctionBody(Body):

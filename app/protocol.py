@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from app.body import Body, parse
 from app.call import CallOptions, ChatCall, CompletionCall, Prompt
-from app.chat_protocol import MAX_TOOLS, MessageBody, ToolBody, ToolChoice, check_choice
+from app.chat_protocol import MessageBody, ShapeFields, ToolChoice, check_choice
 from engine import RequestError, SamplingParams
 
 T = TypeVar("T")
@@ -47,6 +47,14 @@ def _as_prompt(value: object) -> Prompt:
     raise PydanticCustomError("prompt", "each prompt should be a string or a list of integer token ids")
 
 
+# The last types are what the document of the API shows of these fields.
+Stops = Annotated[list[str], BeforeValidator(_as_stops, json_schema_input_type=str | list[str] | None)]
+Prompts = Annotated[
+    list[Prompt],
+    BeforeValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[str | list[int]]),
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -59,7 +67,7 @@ class _GenerationBody(Body):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_stops)] = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -121,10 +129,9 @@ class _GenerationBody(Body):
         )
 
 
-class ChatBody(_GenerationBody):
+class ChatBody(_GenerationBody, ShapeFields):
     messages: list[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = None
-    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
@@ -134,13 +141,13 @@ class ChatBody(_GenerationBody):
         return ChatCall(
             tuple(message.to_message() for message in self.messages),
             self.options(asked, UNBOUNDED_TOKENS),
-            tools=() if self.tool_choice == "none" else tuple(tool.to_tool() for tool in self.tools or ()),
+            self.shape(self.messages[-1], has_tools=self.tool_choice != "none"),
             is_one_call=self.parallel_tool_calls is False,
         )
 
 
 class CompletionBody(_GenerationBody):
-    prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts)]
+    prompt: Prompts
     best_of: int | None = None
     echo: bool | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels.sampling import verify_drafts
 from engine.kernels.topk import top_k
 from engine.sampling.noise import Stream
-from engine.sampling.verify import verify_plainly
+from engine.sampling.verify import verify
 from engine.speculation import DraftOutput, SamplingTensors, TreeTensors
 from engine.tree.topology import chain
 
@@ -86,7 +86,7 @@ def random_step(
     tokens = torch.zeros(num_rows, depth + 1, dtype=torch.int64, device=DEVICE)
     draft = DraftOutput(tokens)
     for level in range(depth):
-        answer = verify_drafts(logits, draft, tree, sampling, positions, stream=Stream.TARGET)
+        answer = verify_drafts(logits, draft, tree, sampling, positions, stream=Stream.TARGET, overlap=True)
         tokens[:, level + 1] = answer.token_ids[:, level]
     is_missed = torch.rand(num_rows, depth + 1, device=DEVICE) > ACCEPTANCE
     is_missed[:, 0] = False
@@ -102,10 +102,12 @@ def print_verification(num_rows: int, vocab_size: int, depth: int, scale: float,
     for mode in MODES:
         case = random_step(num_rows, vocab_size, depth, scale, mode)
         times = [
-            measure(lambda e=e, c=case: verify_drafts(*c, stream=Stream.TARGET, is_every_node=e))
+            measure(
+                lambda e=e, c=case: verify_drafts(*c, stream=Stream.TARGET, overlap=True, is_every_node=e)
+            )
             for e in (True, False)
         ]
-        plain = f"{measure(lambda c=case: verify_plainly(*c), 3):8.0f}" if with_torch else " " * 8
+        plain = f"{measure(lambda c=case: verify(*c), 3):8.0f}" if with_torch else " " * 8
         cells.append(f"{times[0]:7.1f} {times[1]:7.1f} {plain}")
     print(f"{num_rows:4d} {vocab_size:7d} {depth:3d} {scale:5.1f} | " + " | ".join(cells), flush=True)
 
@@ -128,7 +130,10 @@ def main() -> None:
             logits = torch.randn(num_rows, vocab_size, device=DEVICE).bfloat16()
             cells = [f"M {num_rows:4d} V {vocab_size}"]
             for k in (1, 4, 10):
-                times = measure(lambda x=logits, k=k: top_k(x, k)), measure(lambda x=logits, k=k: x.topk(k))
+                times = (
+                    measure(lambda x=logits, k=k: top_k(x, k, overlap=True)),
+                    measure(lambda x=logits, k=k: x.topk(k)),
+                )
                 cells.append(f"k={k} {times[0]:6.1f} {times[1]:7.1f}")
             print(" | ".join(cells))
     print(f"{time.perf_counter() - start:.0f} s")

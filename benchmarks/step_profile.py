@@ -4,7 +4,6 @@ It needs torch alone. Run: python benchmarks/step_profile.py llama-3.1-8b 1k:1:o
 """
 
 import argparse
-import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -78,10 +77,14 @@ def _print(title: str, profiler: profile, top: int) -> None:
         busy[name] += end - start
         count[name] += 1
     total = spans[-1][1] - spans[0][0]
-    print(f"== {title}: {total / NUM_STEPS / 1000:.3f} ms a step, kernels {sum(busy.values()) / NUM_STEPS / 1000:.3f} ms, "
-          f"{len(spans) / NUM_STEPS:.0f} launches")
+    print(
+        f"== {title}: {total / NUM_STEPS / 1000:.3f} ms a step, kernels {sum(busy.values()) / NUM_STEPS / 1000:.3f} ms, "
+        f"{len(spans) / NUM_STEPS:.0f} launches"
+    )
     for name in sorted(busy, key=busy.__getitem__, reverse=True)[:top]:
-        print(f"{busy[name] / NUM_STEPS:9.1f} us {count[name] / NUM_STEPS:7.1f} x {busy[name] / count[name]:7.2f}  {name[:90]}")
+        print(
+            f"{busy[name] / NUM_STEPS:9.1f} us {count[name] / NUM_STEPS:7.1f} x {busy[name] / count[name]:7.2f}  {name[:90]}"
+        )
 
 
 if __name__ == "__main__":

@@ -38,12 +38,14 @@ class PrefillLayout:
 
     block_tables: [C, P] int64; cu_seqlens: [C + 1] int32 or int64, where each chunk begins among the tokens,
     and T; starts: [C] int64, the position of each chunk's first token. Token i of chunk c reads the positions
-    [0, starts[c] + i]. chunk_lens holds the lengths, at least 1 each, on the host.
+    from window_starts[c] ([C] int64) to starts[c] + i; where there are none, its answer is finite and means
+    nothing. chunk_lens holds the lengths, at least 1 each, on the host.
     """
 
     block_tables: Tensor
     cu_seqlens: Tensor
     starts: Tensor
+    window_starts: Tensor
     chunk_lens: tuple[int, ...]
 
 

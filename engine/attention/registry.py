@@ -18,13 +18,22 @@ def _create_triton() -> AttentionBackend:
     return TritonAttention()
 
 
+def _create_xformers() -> AttentionBackend:
+    try:
+        from engine.attention.xformers import XformersAttention
+    except ImportError as error:
+        raise ConfigError(f"attention_backend xformers needs xformers 0.0.35: {error}") from error
+    return XformersAttention()
+
+
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "reference": ReferenceAttention,
     "cpu": CpuAttention,
     "triton": _create_triton,
+    "xformers": _create_xformers,
 }
 # The only device type that a backend runs on; the others run anywhere.
-_DEVICES = {"cpu": "cpu", "triton": "cuda"}
+_DEVICES = {"cpu": "cpu", "triton": "cuda", "xformers": "cuda"}
 
 
 def create_backend(name: str, device: torch.device) -> AttentionBackend:

@@ -41,7 +41,13 @@ class TritonAttention:
             assert k_pages.shape[1] == block_size, (k_pages.shape, block_size)
             group_size = q.shape[1] // k_pages.shape[2]
             config = choose_prefill_config(layout.chunk_lens, group_size, k_pages.dtype.itemsize)
-            where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.chunk_lens)
+            where = (
+                layout.block_tables,
+                layout.cu_seqlens,
+                layout.starts,
+                layout.window_starts,
+                layout.chunk_lens,
+            )
             return attend_prefill(q, k_pages, v_pages, *where, config=config)
 
         return attend

@@ -39,18 +39,20 @@ def attend_prefill(
     block_tables: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
+    window_starts: Tensor,
     chunk_lens: tuple[int, ...],
     *,
     config: PrefillConfig,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return [T, Hq, D], attention of q [T, Hq, D], where token i of chunk c reads positions to starts[c] +
-    i.
+    """Return [T, Hq, D], attention of q [T, Hq, D], where token i of chunk c reads positions from
+    window_starts[c] to starts[c] + i.
 
     k_pages, v_pages: [num_blocks, block_size, Hkv, D], any strides but the last, of q's dtype, or
-    float8_e4m3fn with k_scale, v_scale [Hkv] float32 (None: 1). block_tables [C, P], cu_seqlens [C + 1] and
-    starts [C] are integers; chunk_lens are the lengths, at least 1 each. Reads nothing back.
+    float8_e4m3fn with k_scale, v_scale [Hkv] float32 (None: 1). block_tables [C, P], cu_seqlens [C + 1],
+    starts and window_starts [C] are integers; chunk_lens are the lengths, at least 1 each. Reads nothing
+    back.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, group_size = k_pages.shape[2], num_heads // k_pages.shape[2]
@@ -58,7 +60,7 @@ def attend_prefill(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_tiles = sum(triton.cdiv(size * group_size, config.block_m) for size in chunk_lens)
     _prefill_kernel[(num_tiles, num_kv_heads)](
-        *(q, k_pages, v_pages, block_tables, cu_seqlens, starts, out, k_scale, v_scale),
+        *(q, k_pages, v_pages, block_tables, cu_seqlens, starts, window_starts, out, k_scale, v_scale),
         *(LOG2_E * head_dim**-0.5, len(chunk_lens)),
         *q.stride()[:2],
         *k_pages.stride()[:3],
@@ -101,6 +103,7 @@ def _prefill_kernel(
     tables,
     cu_seqlens,
     starts,
+    window_starts,
     out,
     k_scale,
     v_scale,
@@ -126,6 +129,7 @@ def _prefill_kernel(
     begin = tl.load(cu_seqlens + chunk).to(tl.int64)
     num_tokens = (tl.load(cu_seqlens + chunk + 1) - begin).to(tl.int32)
     start = tl.load(starts + chunk).to(tl.int32)
+    window_start = tl.load(window_starts + chunk).to(tl.int32)
     m = first + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, HEAD_DIM)
     token = m // GROUP_SIZE
@@ -151,9 +155,9 @@ def _prefill_kernel(
         k_pages + tl.cast(head, tl.int64) * page_head,
         v_pages + tl.cast(head, tl.int64) * page_head,
         tables + chunk.to(tl.int64) * table_row,
-        (0, stop, stop),
-        (0, start + first // GROUP_SIZE + 1),
-        (tl.zeros([BLOCK_M], tl.int32), tl.minimum(start + token + 1, stop)),
+        (window_start // BLOCK_N * BLOCK_N, stop, stop),
+        (window_start, start + first // GROUP_SIZE + 1),
+        (window_start + tl.zeros([BLOCK_M], tl.int32), tl.minimum(start + token + 1, stop)),
         (page_stride, page_token),
         scale,
         BLOCK_SIZE,

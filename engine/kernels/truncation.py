@@ -1,11 +1,10 @@
-"""The threshold that top-k, top-p and min-p leave in each row, found by radix search over split vocabularies.
+"""The threshold that top-k and top-p leave in each row, found by radix search over split vocabularies.
 
-The rules are those of `sampling/truncation`, to the integer; drawing among what is kept is left to `sampling`.
+The rules are those of `sampling/truncation`, to the integer; min-p and the draw are left to `sampling`.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from engine.kernels.draw_row import (
     AHEAD,
@@ -18,44 +17,50 @@ from engine.kernels.draw_row import (
     PREFIX,
     THRESHOLD,
     DrawRows,
+    column,
     is_last_program,
+    load_logits,
     locate_row,
+    value_at,
 )
 from engine.kernels.ordered_key import is_finite_key, number_of_key, ordered_key
 from engine.speculation import SamplingTensors
 
-# Probabilities as integers of 2**-44 of the largest: sums are exact in any order.
+# Probabilities as integers of 2**-44 of the largest: their sums are exact in any order.
 WEIGHT_UNIT = tl.constexpr(2.0**44)
 _KEY_BITS = 32
-_BLOCK = 1024
-_MASS_BLOCK = 512
-# Digits of a count search, and of a mass search before its last digit, which is a count again.
+# Digits of a search by count. A search by mass ends with such a digit too: one value of it is one logit.
 _COUNT_BITS = 8
 _MASS_BITS = 4
-_NUM_WARPS = 4
+_BLOCK = 1024
+_MASS_BLOCK = 512
 
 
-def find_thresholds(rows: DrawRows, sampling: SamplingTensors) -> None:
-    """Set PEAK, THRESHOLD and NUM_TIES of every row. Rows at temperature 0 or without a finite peak keep all."""
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
-    options = {"EVERY": rows.is_every_node, "CHUNK": rows.chunk, "num_warps": _NUM_WARPS}
-    options["enable_fp_fusion"] = False
-    _peak_kernel[rows.grid](*rows.arguments, temperature, temperature.stride(0), BLOCK=_BLOCK, **options)
+def find_thresholds(rows: DrawRows, sampling: SamplingTensors, *, overlap: bool) -> None:
+    """Set PEAK, THRESHOLD and NUM_TIES of every row; rows at temperature 0 or without a finite peak keep all.
+
+    Always the same launches. In those that a row does not need, its programs end at once.
+    """
+    temperature, top_k, top_p = map(column, (sampling.temperature, sampling.top_k, sampling.top_p))
+    arguments = rows.arguments
     key_bits = _KEY_BITS - rows.key_shift
+    # Without fusion, a logit weighs the same in every kernel.
+    options = {"EVERY": rows.is_every_node, "CHUNK": rows.chunk, "OVERLAP": overlap, "launch_pdl": overlap}
+    options["enable_fp_fusion"] = False
+    _peak_kernel[rows.grid](arguments, temperature, BLOCK=_BLOCK, **options)
+    options["KEY_SHIFT"] = rows.key_shift
     for shift, bits in _digits(key_bits, _COUNT_BITS):
-        _count(rows, temperature, top_k, shift, bits, is_mass=False, key_bits=key_bits, options=options)
-    for shift, bits in _digits(key_bits - _COUNT_BITS, _MASS_BITS):
-        _mass_kernel[rows.grid](
-            *rows.arguments,
-            *(temperature, temperature.stride(0), top_p, top_p.stride(0)),
-            KEY_SHIFT=rows.key_shift,
-            SHIFT=shift + _COUNT_BITS,
-            BITS=bits,
-            IS_FIRST=shift + bits + _COUNT_BITS == key_bits,
-            BLOCK=_MASS_BLOCK,
-            **options,
+        digit = {"SHIFT": shift, "BITS": bits, "IS_FIRST": shift + bits == key_bits, "IS_MASS": False}
+        _count_kernel[rows.grid](
+            arguments, rows.tie_counts, temperature, top_k, BLOCK=_BLOCK, **digit, **options
         )
-    _count(rows, temperature, top_p, 0, _COUNT_BITS, is_mass=True, key_bits=key_bits, options=options)
+    for shift, bits in _digits(key_bits, _MASS_BITS)[: -_COUNT_BITS // _MASS_BITS]:
+        digit = {"SHIFT": shift, "BITS": bits, "IS_FIRST": shift + bits == key_bits}
+        # One warp, so that each thread holds all bins of its own tokens.
+        digit["num_warps"] = 1
+        _mass_kernel[rows.grid](arguments, temperature, top_p, BLOCK=_MASS_BLOCK, **digit, **options)
+    digit = {"SHIFT": 0, "BITS": _COUNT_BITS, "IS_FIRST": False, "IS_MASS": True}
+    _count_kernel[rows.grid](arguments, rows.tie_counts, temperature, top_p, BLOCK=_BLOCK, **digit, **options)
 
 
 def _digits(num_bits: int, digit_bits: int) -> list[tuple[int, int]]:
@@ -64,32 +69,8 @@ def _digits(num_bits: int, digit_bits: int) -> list[tuple[int, int]]:
     return [(shift, min(digit_bits, num_bits - shift)) for shift in shifts]
 
 
-def _count(
-    rows: DrawRows,
-    temperature: Tensor,
-    limit: Tensor,
-    shift: int,
-    bits: int,
-    *,
-    is_mass: bool,
-    key_bits: int,
-    options: dict[str, int | bool],
-) -> None:
-    _count_kernel[rows.grid](
-        *rows.arguments,
-        *(rows.tie_counts, temperature, temperature.stride(0), limit, limit.stride(0)),
-        KEY_SHIFT=rows.key_shift,
-        SHIFT=shift,
-        BITS=bits,
-        IS_FIRST=shift + bits == key_bits,
-        IS_MASS=is_mass,
-        BLOCK=_BLOCK,
-        **options,
-    )
-
-
 @triton.jit
-def weigh(x, peak, temperature):
+def weigh(x, peak, temperature) -> tl.tensor:
     """Return exp((x - peak) / temperature) float32."""
     return tl.exp((x - peak) / temperature)
 
@@ -100,49 +81,44 @@ def _integer_weight(x, peak, temperature):
 
 
 @triton.jit
+def _has_prefix(key, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr):
+    """Return whether the digits of `key` above the one at SHIFT are `prefix`; the first digit has none."""
+    has_prefix = key == key
+    if not IS_FIRST:
+        has_prefix = key >> SHIFT + BITS == prefix
+    return has_prefix
+
+
+@triton.jit
+def _digit(key, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    return (key >> SHIFT & (1 << BITS) - 1).to(tl.int32)
+
+
+@triton.jit
 def _peak_kernel(
-    logits_ptr,
-    state_ptr,
-    is_node_ptr,
-    num_nodes,
-    vocab_size,
-    row_stride,
-    node_stride,
-    stride,
-    temperature_ptr,
-    temperature_stride,
+    rows,
+    temperature_column,
     EVERY: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    batch_row, _, is_drawn, logits, state = locate_row(
-        logits_ptr, state_ptr, is_node_ptr, num_nodes, row_stride, node_stride, EVERY
-    )
-    if is_drawn:
-        if tl.load(temperature_ptr + batch_row * temperature_stride) > 0:
-            highest = tl.zeros([BLOCK], tl.uint32)
-            for start in range(0, CHUNK, BLOCK):
-                token_id = tl.program_id(1) * CHUNK + start + tl.arange(0, BLOCK)
-                x = tl.load(logits + token_id.to(tl.int64) * stride, token_id < vocab_size, -float("inf"))
-                highest = tl.maximum(highest, ordered_key(x.to(tl.float32)))
-            tl.atomic_max(state + PEAK, tl.max(highest, 0).to(tl.int64))
+    """Find the key of each row's largest logit."""
+    batch_row, _, is_drawn, logits, state = locate_row(rows, EVERY, OVERLAP)
+    if is_drawn & (value_at(temperature_column, batch_row) > 0):
+        highest = tl.zeros([BLOCK], tl.uint32)
+        for start in range(0, CHUNK, BLOCK):
+            token_id = tl.program_id(1) * CHUNK + start + tl.arange(0, BLOCK)
+            highest = tl.maximum(highest, ordered_key(load_logits(logits, rows, token_id)))
+        tl.atomic_max(state + PEAK, tl.max(highest, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def _count_kernel(
-    logits_ptr,
-    state_ptr,
-    is_node_ptr,
-    num_nodes,
-    vocab_size,
-    row_stride,
-    node_stride,
-    stride,
-    tie_counts_ptr,
-    temperature_ptr,
-    temperature_stride,
-    limit_ptr,
-    limit_stride,
+    rows,
+    tie_counts,
+    temperature_column,
+    limit_column,
     EVERY: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -151,56 +127,54 @@ def _count_kernel(
     BITS: tl.constexpr,
     IS_FIRST: tl.constexpr,
     IS_MASS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Find one digit of the threshold from how many tokens have each value of it.
 
-    limit: top_k, or top_p where IS_MASS: the last digit of a mass search, where a value is one logit with one
-    weight.
+    The limit is top_k, or top_p where IS_MASS: the last digit of a search by mass.
     """
-    batch_row, _, is_drawn, logits, state = locate_row(
-        logits_ptr, state_ptr, is_node_ptr, num_nodes, row_stride, node_stride, EVERY
-    )
-    if is_drawn:
-        temperature = tl.load(temperature_ptr + batch_row * temperature_stride)
-        peak_key = tl.load(state + PEAK).to(tl.uint32)
-        limit = tl.load(limit_ptr + batch_row * limit_stride)
-        is_limited = limit < 1.0 if IS_MASS else limit < vocab_size
-        if (temperature > 0) & is_finite_key(peak_key) & is_limited:
-            prefix = tl.load(state + PREFIX).to(tl.uint32)
-            counts = tl.zeros([256], tl.int32)
-            split = tl.program_id(1)
-            for start in range(0, CHUNK, BLOCK):
-                token_id = split * CHUNK + start + tl.arange(0, BLOCK)
-                is_token = token_id < vocab_size
-                x = tl.load(logits + token_id.to(tl.int64) * stride, is_token, 0.0)
-                key = ordered_key(x.to(tl.float32)) >> KEY_SHIFT
-                is_open = is_token
-                if not IS_FIRST:
-                    is_open = is_open & (key >> SHIFT + BITS == prefix)
-                if tl.max(is_open.to(tl.int32), 0) > 0:
-                    digit = (key >> SHIFT & (1 << BITS) - 1).to(tl.int32)
-                    counts += tl.histogram(digit, 256, mask=is_open)
-            values = tl.arange(0, 256)
-            tl.atomic_add(state + BINS + values, counts.to(tl.int64), counts > 0, sem="relaxed")
-            num_splits = tl.num_programs(1)
-            if SHIFT == 0:
-                row_ties = tie_counts_ptr + (tl.program_id(0).to(tl.int64) * num_splits + split) * NUM_BINS
-                tl.store(row_ties + values, counts)
-            if is_last_program(state + NUM_DONE, num_splits):
-                mass = tl.load(state + BINS + values, cache_modifier=".cg")
-                tl.store(state + BINS + values, tl.zeros([256], tl.int64))
-                weight = tl.full([256], 1, tl.int64)
-                budget = tl.load(state + BUDGET) if IS_MASS else limit.to(tl.int64)
-                if IS_MASS:
-                    keys = (prefix << BITS) + values.to(tl.uint32)
-                    floor = tl.load(state + THRESHOLD)
-                    wide = keys.to(tl.int64)
-                    mass = tl.where(wide == floor, tl.load(state + NUM_TIES), tl.where(wide > floor, mass, 0))
-                    number = number_of_key(keys, KEY_SHIFT)
-                    weight = _integer_weight(number, number_of_key(peak_key), temperature)
-                    weight = tl.where(mass > 0, weight, 0)
-                    mass *= weight
-                _choose_digit(state, mass, weight, budget, prefix, values, BITS, SHIFT == 0)
+    batch_row, _, is_drawn, logits, state = locate_row(rows, EVERY, OVERLAP)
+    temperature = value_at(temperature_column, batch_row)
+    peak_key = tl.load(state + PEAK).to(tl.uint32)
+    limit = value_at(limit_column, batch_row)
+    is_limited = limit < 1.0 if IS_MASS else limit < rows.vocab_size
+    if is_drawn & (temperature > 0) & is_finite_key(peak_key) & is_limited:
+        prefix = tl.load(state + PREFIX).to(tl.uint32)
+        counts = tl.zeros([NUM_BINS], tl.int32)
+        split, num_splits = tl.program_id(1), tl.num_programs(1)
+        for start in range(0, CHUNK, BLOCK):
+            token_id = split * CHUNK + start + tl.arange(0, BLOCK)
+            key = ordered_key(load_logits(logits, rows, token_id)) >> KEY_SHIFT
+            is_open = (token_id < rows.vocab_size) & _has_prefix(key, prefix, SHIFT, BITS, IS_FIRST)
+            if tl.max(is_open.to(tl.int32), 0) > 0:
+                counts += tl.histogram(_digit(key, SHIFT, BITS), NUM_BINS, mask=is_open)
+        values = tl.arange(0, NUM_BINS)
+        tl.atomic_add(state + BINS + values, counts.to(tl.int64), counts > 0, sem="relaxed")
+        if SHIFT == 0:
+            row_ties = tie_counts + (tl.program_id(0).to(tl.int64) * num_splits + split) * NUM_BINS
+            tl.store(row_ties + values, counts)
+        if is_last_program(state + NUM_DONE, num_splits):
+            mass = tl.load(state + BINS + values, cache_modifier=".cg")
+            tl.store(state + BINS + values, tl.zeros([NUM_BINS], tl.int64))
+            weight = tl.full([NUM_BINS], 1, tl.int64)
+            if IS_MASS:
+                budget = tl.load(state + BUDGET)
+                key = (prefix << BITS) + values.to(tl.uint32)
+                mass = _count_above_floor(state, key, mass)
+                number = number_of_key(key, KEY_SHIFT)
+                weight = _integer_weight(number, number_of_key(peak_key), temperature)
+                weight = tl.where(mass > 0, weight, 0)
+                mass *= weight
+            else:
+                budget = limit.to(tl.int64)
+            _choose_digit(state, mass, weight, budget, prefix, values, BITS, SHIFT == 0)
+
+
+@triton.jit
+def _count_above_floor(state, key, counts):
+    """Return the counts of those tokens that top-k kept."""
+    floor = tl.load(state + THRESHOLD).to(tl.uint32)
+    return tl.where(key == floor, tl.load(state + NUM_TIES), tl.where(key > floor, counts, 0))
 
 
 @triton.jit
@@ -223,18 +197,9 @@ def _choose_digit(state, mass, weight, budget, prefix, values, BITS: tl.constexp
 
 @triton.jit
 def _mass_kernel(
-    logits_ptr,
-    state_ptr,
-    is_node_ptr,
-    num_nodes,
-    vocab_size,
-    row_stride,
-    node_stride,
-    stride,
-    temperature_ptr,
-    temperature_stride,
-    top_p_ptr,
-    top_p_stride,
+    rows,
+    temperature_column,
+    top_p_column,
     EVERY: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -242,50 +207,43 @@ def _mass_kernel(
     SHIFT: tl.constexpr,
     BITS: tl.constexpr,
     IS_FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Find one digit of the threshold of top-p from the weight of the tokens with each value of it."""
-    batch_row, _, is_drawn, logits, state = locate_row(
-        logits_ptr, state_ptr, is_node_ptr, num_nodes, row_stride, node_stride, EVERY
-    )
-    if is_drawn:
-        temperature = tl.load(temperature_ptr + batch_row * temperature_stride)
-        top_p = tl.load(top_p_ptr + batch_row * top_p_stride)
-        peak_key = tl.load(state + PEAK).to(tl.uint32)
-        if (temperature > 0) & is_finite_key(peak_key) & (top_p < 1.0):
-            peak = number_of_key(peak_key)
-            prefix = tl.load(state + PREFIX).to(tl.uint32)
-            # Ties on the floor of top-k are weighed once, by the last program.
-            floor = tl.load(state + THRESHOLD).to(tl.uint32)
-            values = tl.arange(0, 1 << BITS)
-            mass = tl.zeros([1 << BITS], tl.int64)
-            for start in range(0, CHUNK, BLOCK):
-                token_id = tl.program_id(1) * CHUNK + start + tl.arange(0, BLOCK)
-                is_token = token_id < vocab_size
-                x = tl.load(logits + token_id.to(tl.int64) * stride, is_token, -float("inf")).to(tl.float32)
-                key = ordered_key(x) >> KEY_SHIFT
-                is_open = is_token & (key > floor)
-                if not IS_FIRST:
-                    is_open = is_open & (key >> SHIFT + BITS == prefix)
-                weight = tl.where(is_open, _integer_weight(x, peak, temperature), 0)
-                if tl.max(weight, 0) > 0:
-                    digit = (key >> SHIFT & (1 << BITS) - 1).to(tl.int32)
-                    mass += tl.sum(tl.where(digit[None, :] == values[:, None], weight[None, :], 0), 1)
-            tl.atomic_add(state + BINS + values, mass, mass > 0, sem="relaxed")
-            if is_last_program(state + NUM_DONE, tl.num_programs(1)):
-                mass = tl.load(state + BINS + values, cache_modifier=".cg")
-                tl.store(state + BINS + values, tl.zeros([1 << BITS], tl.int64))
-                num_ties = tl.load(state + NUM_TIES)
-                if num_ties > 0:
-                    tied = num_ties * _integer_weight(number_of_key(floor, KEY_SHIFT), peak, temperature)
-                    is_floor = values == (floor >> SHIFT & (1 << BITS) - 1).to(tl.int32)
-                    if not IS_FIRST:
-                        is_floor = is_floor & (floor >> SHIFT + BITS == prefix)
-                    mass += tl.where(is_floor, tied, 0)
-                if IS_FIRST:
-                    share = top_p.to(tl.float64) * tl.sum(mass, 0).to(tl.float64)
-                    budget = share.to(tl.int64)
-                    budget += (budget.to(tl.float64) < share).to(tl.int64)
-                    tl.store(state + BUDGET, budget)
-                else:
-                    budget = tl.load(state + BUDGET)
-                _choose_digit(state, mass, mass, budget, prefix, values, BITS, False)
+    batch_row, _, is_drawn, logits, state = locate_row(rows, EVERY, OVERLAP)
+    temperature = value_at(temperature_column, batch_row)
+    top_p = value_at(top_p_column, batch_row)
+    peak_key = tl.load(state + PEAK).to(tl.uint32)
+    if is_drawn & (temperature > 0) & is_finite_key(peak_key) & (top_p < 1.0):
+        peak = number_of_key(peak_key)
+        prefix = tl.load(state + PREFIX).to(tl.uint32)
+        # Tokens on the floor of top-k are weighed by the last program: only some of them were kept.
+        floor = tl.load(state + THRESHOLD).to(tl.uint32)
+        values = tl.arange(0, 1 << BITS)
+        mass = tl.zeros([1 << BITS], tl.int64)
+        for start in range(0, CHUNK, BLOCK):
+            token_id = tl.program_id(1) * CHUNK + start + tl.arange(0, BLOCK)
+            x = load_logits(logits, rows, token_id)
+            key = ordered_key(x) >> KEY_SHIFT
+            is_open = (token_id < rows.vocab_size) & (key > floor)
+            is_open &= _has_prefix(key, prefix, SHIFT, BITS, IS_FIRST)
+            weight = tl.where(is_open, _integer_weight(x, peak, temperature), 0)
+            if tl.max(weight, 0) > 0:
+                is_value = _digit(key, SHIFT, BITS)[None, :] == values[:, None]
+                mass += tl.sum(tl.where(is_value, weight[None, :], 0), 1)
+        tl.atomic_add(state + BINS + values, mass, mass > 0, sem="relaxed")
+        if is_last_program(state + NUM_DONE, tl.num_programs(1)):
+            mass = tl.load(state + BINS + values, cache_modifier=".cg")
+            tl.store(state + BINS + values, tl.zeros([1 << BITS], tl.int64))
+            num_ties = tl.load(state + NUM_TIES)
+            if (num_ties > 0) & _has_prefix(floor, prefix, SHIFT, BITS, IS_FIRST):
+                tied = num_ties * _integer_weight(number_of_key(floor, KEY_SHIFT), peak, temperature)
+                mass += tl.where(values == _digit(floor, SHIFT, BITS), tied, 0)
+            if IS_FIRST:
+                share = top_p.to(tl.float64) * tl.sum(mass, 0).to(tl.float64)
+                budget = share.to(tl.int64)
+                budget += (budget.to(tl.float64) < share).to(tl.int64)
+                tl.store(state + BUDGET, budget)
+            else:
+                budget = tl.load(state + BUDGET)
+            _choose_digit(state, mass, mass, budget, prefix, values, BITS, False)

@@ -4,7 +4,6 @@ Whatever was drafted, the law of what is emitted is the target's (arXiv 2305.097
 into the cache is left to the runner.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,21 +54,8 @@ def verify(
     drawn at a node of depth d sits at root position + d + 1: its noise and its minimum length are keyed so,
     and its penalties count the path above it. Deterministic children (`draft.probs` None): the emitted tokens
     are those of plain decoding with the same seed, for any tree. Sampled children: their law is. Never reads
-    a device value on the host. On CUDA, deterministic drafts are verified by `kernels/sampling`.
+    a device value on the host.
     """
-    if logits.is_cuda and draft.probs is None and logits.dtype != torch.float64:
-        return _verify_by_kernels(logits, draft, tree, sampling, root_positions)
-    return verify_plainly(logits, draft, tree, sampling, root_positions)
-
-
-def verify_plainly(
-    logits: Tensor,
-    draft: DraftOutput,
-    tree: TreeTensors,
-    sampling: SamplingTensors,
-    root_positions: Tensor,
-) -> Verification:
-    """Answer as `verify`, by torch alone on any device."""
     rows = torch.arange(tree.num_rows, device=logits.device)
     node = torch.zeros_like(root_positions)
     is_open = torch.ones_like(root_positions, dtype=torch.bool)
@@ -95,33 +81,6 @@ def verify_plainly(
     # Nothing is below the deepest level, so the last entries of `path` and `opens` say nothing new.
     levels = (torch.stack(levels, 1) for levels in (path[:-1], tokens, peaks, opens[:-1]))
     return _verification(*levels)
-
-
-def _verify_by_kernels(
-    logits: Tensor,
-    draft: DraftOutput,
-    tree: TreeTensors,
-    sampling: SamplingTensors,
-    root_positions: Tensor,
-) -> Verification:
-    """Answer as `verify_plainly` for deterministic drafts; all of warping but truncation stays in torch."""
-    from engine.kernels.sampling import verify_drafts
-
-    rows = torch.arange(tree.num_rows, device=logits.device)
-    untruncated = dataclasses.replace(sampling, is_truncated=False)
-    output_counts = sampling.output_counts.clone()
-
-    def warp_level(node: Tensor, token: Tensor | None, level: int) -> Tensor:
-        if sampling.is_penalized and token is not None:
-            output_counts.scatter_add_(1, token.clamp(min=0)[:, None], (token >= 0).int()[:, None])
-        return warp(logits[rows, node], untruncated, output_counts, root_positions + (level + 1))
-
-    needs_warp = sampling.is_penalized or sampling.is_biased or sampling.has_min_tokens
-    return verify_drafts(
-        *(logits, draft, tree, sampling, root_positions),
-        stream=Stream.TARGET,
-        warp_level=warp_level if needs_warp else None,
-    )
 
 
 def _siblings(token_ids: Tensor, tree: TreeTensors, node: Tensor, depth: int) -> _Siblings:

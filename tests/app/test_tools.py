@@ -1,5 +1,6 @@
 """Tools from request to answer: the prompt the model reads, and calls as OpenAI's clients expect them."""
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from app.call import Message, Tool, ToolCall
+from app.call import Message, PromptShape, Tool, ToolCall
 from app.chat import ChatTemplate
+from app.tokenizer import Tokenizer
 from app.tool_prompt import signature, turns
 from tests.app.harness import SpokenEngine, chat_body, client_of, events, make_application
 
@@ -52,8 +55,8 @@ def prompt_of(engine: SpokenEngine) -> str:
 
 
 def test_template_that_knows_no_tools_gets_them_as_words(model_folder: Path) -> None:
-    tools = [Tool("get_weather", "Tells it", SCHEMA)]
-    text = ChatTemplate(model_folder).render([Message("user", "Hi")], tools=tools)
+    tools = (Tool("get_weather", "Tells it", SCHEMA),)
+    text = ChatTemplate(model_folder).render([Message("user", "Hi")], PromptShape(tools))
     assert text.startswith("<|im_start|>system\n")
     assert json.dumps(signature(tools[0])) in text
     assert "<tool_call>" in text
@@ -62,7 +65,7 @@ def test_template_that_knows_no_tools_gets_them_as_words(model_folder: Path) -> 
 
 def test_system_message_keeps_its_words_before_the_tools(model_folder: Path) -> None:
     messages = [Message("system", "Be brief."), Message("user", "Hi")]
-    text = ChatTemplate(model_folder).render(messages, tools=[Tool("now", "", {})])
+    text = ChatTemplate(model_folder).render(messages, PromptShape((Tool("now", "", {}),)))
     assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
     assert text.count("<|im_start|>system") == 1
 
@@ -100,7 +103,7 @@ def test_template_that_knows_tools_gets_what_transformers_gives_it(
         add_generation_prompt=True,
         tokenize=False,
     )
-    assert template.render(messages, tools=tools) == expected
+    assert template.render(messages, PromptShape(tools)) == expected
     assert '"city": "Köln"' in expected
 
 
@@ -112,7 +115,7 @@ def test_template_named_for_tools_is_used_with_tools_only(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = ChatTemplate(tmp_path)
     assert template.render([Message("user", "Hi")]) == "plain"
-    assert template.render([Message("user", "Hi")], tools=[Tool("now", "", {})]) == "1 <tool_call>"
+    assert template.render([Message("user", "Hi")], PromptShape((Tool("now", "", {}),))) == "1 <tool_call>"
     assert template.tool_format == "hermes"
 
 
@@ -272,3 +275,20 @@ async def test_events_of_a_call_have_the_documented_shape(
     ]
     assert call_id.startswith("call_")
     assert end["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}]
+
+
+async def test_tags_that_are_special_tokens_are_read_too(
+    engine: SpokenEngine, model_folder: Path, tmp_path: Path
+) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    raw.add_special_tokens(["<tool_call>", "</tool_call>"])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ tools }}"}))
+    engine.tokenizer = Tokenizer(tmp_path)
+    engine.text = CALL
+    engine.facts = dataclasses.replace(engine.facts, vocab_size=260)
+    async with client_of(make_application(engine, engine.tokenizer, ChatTemplate(tmp_path))) as client:
+        answer = (await client.post(CHAT, json=chat_body(tools=TOOLS))).json()
+        plain = (await client.post(CHAT, json=chat_body())).json()
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    assert "tool_call" not in plain["choices"][0]["message"]["content"]

@@ -21,6 +21,7 @@ def make_chunks(
     *,
     starts=(0, 37, 3),
     lens=(19, 1, 50),
+    window_starts=None,
     num_kv_heads=2,
     group=3,
     head_dim=16,
@@ -40,7 +41,9 @@ def make_chunks(
 
     pages = (total, block_size, num_kv_heads, head_dim)
     tensors = (draw(sum(lens), num_kv_heads * group, head_dim), draw(*pages), draw(*pages))
-    return Chunks(PrefillLayout(tables, offsets, torch.tensor(starts), tuple(lens)), block_size, tensors)
+    windows = torch.tensor(window_starts or (0,) * len(starts))
+    layout = PrefillLayout(tables, offsets, torch.tensor(starts), windows, tuple(lens))
+    return Chunks(layout, block_size, tensors)
 
 
 def solve_chunks(chunks):
@@ -53,6 +56,7 @@ def solve_chunks(chunks):
         k, v = (x[pages].flatten(0, 1).repeat_interleave(group, 1) for x in (k_pages, v_pages))
         for i in range(layout.chunk_lens[row]):
             end = int(layout.starts[row]) + i + 1
-            scores = torch.einsum("hd,shd->hs", q[begin + i], k[:end]) / q.shape[-1] ** 0.5
-            out.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[:end]))
+            seen = slice(int(layout.window_starts[row]), end)
+            scores = torch.einsum("hd,shd->hs", q[begin + i], k[seen]) / q.shape[-1] ** 0.5
+            out.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[seen]))
     return torch.stack(out)

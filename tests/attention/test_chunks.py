@@ -28,6 +28,21 @@ def test_chunks_of_any_length_and_start(backend, starts, lens, block_size):
 
 
 @every_backend
+@pytest.mark.parametrize("window_starts", [(0, 4, 3), (17, 37, 0)])
+def test_windows_that_begin_after_the_first_position(backend, window_starts):
+    chunks = make_chunks(starts=(17, 37, 3), window_starts=window_starts)
+    torch.testing.assert_close(solve(backend, chunks).double(), solve_chunks(chunks), atol=2e-5, rtol=2e-5)
+
+
+@every_backend
+def test_a_token_before_its_window_gives_something_finite(backend):
+    chunks = make_chunks(starts=(7,), lens=(9,), window_starts=(8,))
+    found = solve(backend, chunks)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[1:].double(), solve_chunks(chunks)[1:], atol=2e-5, rtol=2e-5)
+
+
+@every_backend
 def test_the_dtype_of_the_query_is_kept(backend):
     chunks = make_chunks(dtype=torch.bfloat16)
     found = solve(backend, chunks)
@@ -41,7 +56,9 @@ def test_a_prompt_in_two_chunks_answers_as_in_one(backend):
     layout, (q, *pages) = whole.layout, whole.tensors
     expected = solve(backend, whole)
     for start, size in ((0, 23), (23, 17)):
-        part = type(layout)(layout.block_tables, torch.tensor([0, size]), torch.tensor([start]), (size,))
+        part = type(layout)(
+            layout.block_tables, torch.tensor([0, size]), torch.tensor([start]), torch.tensor([0]), (size,)
+        )
         found = solve(backend, Chunks(part, whole.block_size, (q[start : start + size], *pages)))
         torch.testing.assert_close(found, expected[start : start + size], atol=1e-5, rtol=1e-5)
 

@@ -35,7 +35,16 @@ def test_cuda_gets_triton_or_hears_that_it_is_missing(name):
             create_backend(name, CUDA)
 
 
-@pytest.mark.parametrize(("name", "device"), [("flash", CPU), ("", CPU), ("cpu", CUDA), ("triton", CPU)])
+@pytest.mark.skipif(importlib.util.find_spec("xformers") is not None, reason="xformers is installed")
+def test_xformers_is_named_where_it_is_missing():
+    with pytest.raises(ConfigError, match="needs xformers"):
+        create_backend("xformers", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("flash", CPU), ("", CPU), ("cpu", CUDA), ("triton", CPU), ("xformers", CPU)],
+)
 def test_what_cannot_run_is_refused_by_name(name, device):
     with pytest.raises(ConfigError, match=name or "auto or one of"):
         create_backend(name, device)

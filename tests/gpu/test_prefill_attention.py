@@ -22,7 +22,9 @@ LONG = 10 if ON_GPU else 1
 def draw(**options):
     chunks = make_chunks(**{"dtype": HALF, "head_dim": 64, **options})
     layout = chunks.layout
-    parts = (x.to(DEVICE) for x in (layout.block_tables, layout.cu_seqlens, layout.starts))
+    parts = (
+        x.to(DEVICE) for x in (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts)
+    )
     return type(chunks)(
         PrefillLayout(*parts, layout.chunk_lens),
         chunks.block_size,
@@ -75,7 +77,7 @@ def test_chunks_from_one_token_to_many(starts, lens):
 def test_configurations_agree(config):
     chunks = draw(starts=(5, 0, 100), lens=(40, 1, 33 * LONG))
     layout = chunks.layout
-    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.chunk_lens)
+    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts, layout.chunk_lens)
     assert distance(attend_prefill(*chunks.tensors, *where, config=config), solve_chunks(chunks)) <= 1e-2
 
 
@@ -92,13 +94,18 @@ def test_float8_pages_with_a_scale_per_head():
     pages = [x.to(torch.float8_e4m3fn) for x in (k_pages, v_pages)]
     k_scale, v_scale = (torch.tensor(pair, device=DEVICE) for pair in ((0.5, 1.5), (0.25, 3.0)))
     layout = chunks.layout
-    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.chunk_lens)
+    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts, layout.chunk_lens)
     found = attend_prefill(
         q, *pages, *where, config=PrefillConfig(64, 64, 4, 3), k_scale=k_scale, v_scale=v_scale
     )
     scaled = (pages[0].double() * k_scale[:, None], pages[1].double() * v_scale[:, None])
     expected = solve_chunks(type(chunks)(layout, chunks.block_size, (q, *scaled)))
     assert distance(found, expected) <= 1e-2
+
+
+@pytest.mark.parametrize("window_starts", [(0, 64, 3), (17, 130, 0), (5, 1, 64)])
+def test_windows_that_begin_after_the_first_position(window_starts):
+    assert_right(draw(starts=(17, 130, 64), lens=(9, 1, 33 * LONG), window_starts=window_starts))
 
 
 def test_one_key_more_is_noticed():

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import verify as verify_module
 from engine.sampling.noise import Stream, philox
-from engine.sampling.verify import verify_plainly
+from engine.sampling.verify import verify
 from engine.speculation import DraftOutput, SamplingTensors, TreeTensors, Verification
 from engine.tree.topology import TreeTopology, chain, root_only
 from tests.sampling.cases import WIDE, on_device, sampling_tensors, target_probs
@@ -24,6 +23,7 @@ tl = pytest.importorskip("triton.language")
 from engine.kernels.gumbel import random_words  # noqa: E402
 from engine.kernels.sampling import verify_drafts  # noqa: E402
 from engine.kernels.topk import top_k  # noqa: E402
+from engine.sampling.triton_verify import TritonVerify  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +31,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 VOCAB_SIZES = (5, 4097, 49_152, 128_256) if ON_GPU else (5, 1501)
 NUM_ROWS = 24 if ON_GPU else 4
+# Launches of one call overlap where the chip can.
+OVERLAP = ON_GPU and torch.cuda.get_device_capability()[0] >= 9
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="many draws or CUDA graphs")
 
@@ -91,7 +93,7 @@ def likely_drafts(
     drawn = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
     for node in range(num_nodes):
         positions = root_positions + tree.depths[:, node]
-        answer = verify_plainly(logits[:, node : node + 1], nothing, alone, sampling, positions)
+        answer = verify(logits[:, node : node + 1], nothing, alone, sampling, positions)
         drawn[:, node] = answer.next_token.cpu()
     tokens = torch.full((num_rows, num_nodes), -1, dtype=torch.int64)
     parents, is_node = tree.parents.cpu(), tree.is_node.cpu()
@@ -131,9 +133,11 @@ def random_case(
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_verification_equals_the_plain_form(setting: str, vocab_size: int, is_every_node: bool) -> None:
     case = random_case("random", setting, vocab_size, torch.bfloat16)
-    expected = verify_plainly(*case)
+    expected = verify(*case)
     assert expected.num_accepted.sum() > 0
-    assert_same(verify_drafts(*case, stream=Stream.TARGET, is_every_node=is_every_node), expected)
+    assert_same(
+        verify_drafts(*case, stream=Stream.TARGET, overlap=OVERLAP, is_every_node=is_every_node), expected
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -141,13 +145,13 @@ def test_verification_equals_the_plain_form(setting: str, vocab_size: int, is_ev
 @pytest.mark.parametrize("kind", ["ties", "masked", "peaked"])
 def test_verification_equals_the_plain_form_on_edges(kind: str, setting: str, dtype: torch.dtype) -> None:
     case = random_case(kind, setting, VOCAB_SIZES[1], dtype)
-    found = verify_drafts(*case, stream=Stream.TARGET, is_every_node=True)
-    assert_same(found, verify_plainly(*case))
+    found = verify_drafts(*case, stream=Stream.TARGET, overlap=OVERLAP, is_every_node=True)
+    assert_same(found, verify(*case))
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:
     logits, draft, tree, sampling, positions = random_case("random", "all", VOCAB_SIZES[-1], torch.bfloat16)
-    whole = verify_drafts(logits, draft, tree, sampling, positions, stream=Stream.TARGET)
+    whole = verify_drafts(logits, draft, tree, sampling, positions, stream=Stream.TARGET, overlap=OVERLAP)
     for row in range(0, len(logits), 5):
         only = slice(row, row + 1)
 
@@ -159,7 +163,9 @@ def test_rows_do_not_depend_on_their_batch() -> None:
         level_nodes = tuple(nodes[only] for nodes in tree.level_nodes)
         row_tree = dataclasses.replace(cut(tree), level_nodes=level_nodes)
         alone = verify_drafts(
-            *(logits[only], cut(draft), row_tree, cut(sampling), positions[only]), stream=Stream.TARGET
+            *(logits[only], cut(draft), row_tree, cut(sampling), positions[only]),
+            stream=Stream.TARGET,
+            overlap=OVERLAP,
         )
         assert_same(alone, cut(whole))
 
@@ -171,7 +177,7 @@ def test_faults_accept_nothing_and_spare_their_neighbours(
     fault: str, setting: str, is_every_node: bool
 ) -> None:
     logits, draft, tree, sampling, positions = random_case("peaked", setting, 1100, torch.bfloat16)
-    clean = verify_plainly(logits, draft, tree, sampling, positions)
+    clean = verify(logits, draft, tree, sampling, positions)
     row = int(clean.num_accepted.argmax())
     node = int(clean.path[row, -1])
     assert node > 0
@@ -180,10 +186,10 @@ def test_faults_accept_nothing_and_spare_their_neighbours(
     else:
         logits[row, node, 1030] = float(fault)
     case = (logits, draft, tree, sampling, positions)
-    found = verify_drafts(*case, stream=Stream.TARGET, is_every_node=is_every_node)
+    found = verify_drafts(*case, stream=Stream.TARGET, overlap=OVERLAP, is_every_node=is_every_node)
     assert not found.is_finite[row]
     assert found.is_finite.sum() == len(logits) - 1
-    assert_same(found, verify_plainly(*case))
+    assert_same(found, verify(*case))
 
 
 @pytest.mark.parametrize("setting", ["greedy", "all"])
@@ -199,8 +205,8 @@ def test_penalties_bias_and_minimum_length_equal_the_plain_form(setting: str) ->
         stop_token_ids=(2, 3),
         stop_from=2**40,
     )
-    found = verify_module._verify_by_kernels(*case)
-    assert_same(found, verify_plainly(*case))
+    found = TritonVerify(overlap=OVERLAP)(*case)
+    assert_same(found, verify(*case))
     assert found.num_accepted.sum() > 0
 
 
@@ -214,18 +220,15 @@ def test_strided_inputs_are_read_as_they_lie() -> None:
     )
     tokens = torch.nn.functional.pad(draft.token_ids, (0, 1), value=3)[:, :-1]
     case = (wide[..., 0], DraftOutput(tokens), tree, strided, torch.stack((positions, -positions), 1)[:, 0])
-    expected = verify_plainly(logits, draft, tree, sampling, positions)
-    assert_same(verify_drafts(*case, stream=Stream.TARGET), expected)
+    expected = verify(logits, draft, tree, sampling, positions)
+    assert_same(verify_drafts(*case, stream=Stream.TARGET, overlap=OVERLAP), expected)
 
 
 @triton.jit
-def _words_kernel(out_ptr, numbers_ptr, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+def _words_kernel(out_ptr, numbers_ptr, STREAM: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     call_idx = tl.arange(0, BLOCK)
-    w0, w1, w2, w3 = random_words(call_idx, STREAM, tl.load(numbers_ptr), tl.load(numbers_ptr + 1))
-    tl.store(out_ptr + call_idx * 4, w0.to(tl.int64))
-    tl.store(out_ptr + call_idx * 4 + 1, w1.to(tl.int64))
-    tl.store(out_ptr + call_idx * 4 + 2, w2.to(tl.int64))
-    tl.store(out_ptr + call_idx * 4 + 3, w3.to(tl.int64))
+    words = random_words(call_idx, STREAM, tl.load(numbers_ptr), tl.load(numbers_ptr + 1))
+    tl.store(out_ptr + call_idx[:, None] * 4 + tl.arange(0, 4)[None, :], words.to(tl.int64))
 
 
 @pytest.mark.parametrize("stream", [Stream.TARGET, Stream.ACCEPT])
@@ -266,6 +269,7 @@ def test_draws_follow_the_law(setting: dict[str, float]) -> None:
         sampling,
         torch.full((num_draws,), 9, device=DEVICE),
         stream=Stream.TARGET,
+        overlap=OVERLAP,
     )
     counts = torch.bincount(answer.next_token.cpu(), minlength=vocab_size)[None]
     assert law_p_value(counts, target_probs(row[None].float(), **setting)) > 1e-4
@@ -278,7 +282,7 @@ def test_draws_follow_the_law(setting: dict[str, float]) -> None:
 @pytest.mark.parametrize("setting", ["greedy", "sampled", "all"])
 def test_replay_reads_what_changed_since_the_capture(setting: str, is_every_node: bool) -> None:
     case = random_case("random", setting, 49_152, torch.bfloat16)
-    options = {"stream": Stream.TARGET, "is_every_node": is_every_node}
+    options = {"stream": Stream.TARGET, "overlap": OVERLAP, "is_every_node": is_every_node}
     verify_drafts(*case, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -290,7 +294,7 @@ def test_replay_reads_what_changed_since_the_capture(setting: str, is_every_node
         likely = likely_drafts(logits, tree, sampling, positions, random.Random(shift))
         draft.token_ids.copy_(likely.token_ids)
         graph.replay()
-        assert_same(answer, verify_plainly(*case))
+        assert_same(answer, verify(*case))
         assert answer.num_accepted.sum() > 0
 
 
@@ -304,7 +308,7 @@ def test_large_batches_equal_the_plain_form(num_rows: int, setting: str) -> None
     positions = torch.arange(num_rows, device=DEVICE)
     draft = likely_drafts(logits, tree, sampling, positions, random.Random(1))
     case = (logits, draft, tree, sampling, positions)
-    assert_same(verify_drafts(*case, stream=Stream.TARGET), verify_plainly(*case))
+    assert_same(verify_drafts(*case, stream=Stream.TARGET, overlap=OVERLAP), verify(*case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -316,9 +320,9 @@ def test_top_k_equals_a_stable_sort(k: int, kind: str, dtype: torch.dtype) -> No
     ):
         logits = random_logits(kind, (num_rows, vocab_size), dtype, k)
         expected = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        assert torch.equal(top_k(logits, k), expected)
+        assert torch.equal(top_k(logits, k, overlap=OVERLAP), expected)
         wide = torch.stack((logits, logits.flip(1)), 2)
-        assert torch.equal(top_k(wide[..., 0], k), expected)
+        assert torch.equal(top_k(wide[..., 0], k, overlap=OVERLAP), expected)
 
 
 def test_top_k_above_the_kernels_limit_is_that_of_torch() -> None:
