@@ -30,7 +30,7 @@ from engine.runner.synthetic import (
     random_target,
     target_sizes,
 )
-from engine.runner.worker import Origin, count_positions, wire_worker
+from engine.runner.worker import Origin, choose_verify, count_positions, wire_worker
 from engine.tree.library import TreeLibrary
 from engine.tree.search import Profile, acceptance_length, search
 
@@ -82,7 +82,7 @@ class SyntheticEngine:
         self._target, self._head = weights.target, weights.head
         self._profile = profile
         self._device = weights.target.embed_tokens.weight.device
-        self._replay = ReplayedVerify(profile, self._device)
+        self._replay = ReplayedVerify(profile, self._device, choose_verify(self._device))
         max_depth = config.speculation.feature_window - 1
         trees = [search(profile, num_nodes, depth) for num_nodes, depth in tree_sizes]
         self._library = TreeLibrary(trees, max_depth)
