@@ -103,7 +103,7 @@ def measure_cell(
     """
     prompts = bench.random_prompts(cell.batch, cell.context)
     for arm in cell.arms:
-        bench.prepare(arm, cell.batch)
+        bench.engine.capture(arm, cell.batch)
         # Whatever else is compiled or allocated at first use.
         _run(bench, cell, prompts, arm, HOST_TOKENS, 0, clock)
     found: dict[str, list[_Round]] = {arm: [] for arm in cell.arms}

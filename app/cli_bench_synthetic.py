@@ -7,19 +7,34 @@ import argparse
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
-import engine
+from app.bench import PLAIN
 from app.bench_cells import Cell
 from app.bench_plot import speedup_plot
 from app.bench_report import LABEL, cell_lines, header_lines, json_report
 from app.bench_synthetic import CellResult, SyntheticBench, SyntheticPlan
+from app.drafts import SHIPPED_DRAFTS
 from app.machine import describe_machine
 from engine import ConfigError, EngineConfig, MeasuredProfile, chain, scale_profile, shape_of
 
-SHIPPED_PROFILE = Path(engine.__file__).parent / "draft" / "pretrained" / "smollm2" / "manifest.json"
+SHIPPED_PROFILE = SHIPPED_DRAFTS / "smollm2" / "manifest.json"
 SCALED_CHAIN = 3  # the chain whose acceptance length is stated
+DEFAULT_CONTEXTS, DEFAULT_BLOCK_SIZE = (1024,), 64
 RESULTS, PLOT = "cells.json", "speedup.svg"
+
+
+def run(options: argparse.Namespace, out: TextIO) -> int:
+    """Measure plain decoding and every tree in each batch size, context and temperature."""
+    trees = ("chain-3", "tree-8") if options.tree == ("auto",) else options.tree
+    arms = (PLAIN, *(tree for tree in trees if tree != PLAIN))
+    cells = [
+        make_cell(context, batch, temperature, arms)
+        for context in options.context or DEFAULT_CONTEXTS
+        for batch in options.batch
+        for temperature in options.temperature
+    ]
+    plan, source = plan_of(options, tuple(cells))
+    run_plan(plan, source, out, options.out)
+    return 0
 
 
 def plan_of(options: argparse.Namespace, cells: tuple[Cell, ...]) -> tuple[SyntheticPlan, str]:
@@ -33,7 +48,7 @@ def plan_of(options: argparse.Namespace, cells: tuple[Cell, ...]) -> tuple[Synth
             model=Path(options.synthetic),
             device=options.device,
             dtype=options.dtype,
-            block_size=options.block_size,
+            block_size=options.block_size or DEFAULT_BLOCK_SIZE,
             attention_backend=options.attention_backend,
         ),
         profile=scale_profile(measured.probabilities, topology, options.tokens_per_call),
@@ -53,12 +68,12 @@ def run_plan(plan: SyntheticPlan, source: str, out: TextIO, folder: Path | None)
     """Print a line per arm as it is measured; with a folder, write JSON and a plot there after every cell."""
     bench = SyntheticBench(plan)
     results: list[CellResult] = []
+    environment: dict[str, str | int | None] = {}
     has_header = False
     for result in bench.run():
         results.append(result)
-        environment: dict[str, str | int | None] = {"gpu": gpu_name()}
         if bench.facts is not None:
-            environment |= describe_machine(bench.facts)
+            environment = describe_machine(bench.facts)
             if not has_header:
                 out.write("\n".join(header_lines(plan, bench.facts, environment, bench.rates)) + "\n")
             has_header = True
@@ -90,7 +105,3 @@ def parse_cells(text: str, arms: tuple[str, ...], temperatures: tuple[float, ...
 def make_cell(context: int, batch: int, temperature: float, arms: tuple[str, ...]) -> Cell:
     """Return a cell; sampling also cuts to 0.9 of the probability, as chat does."""
     return Cell(context, batch, temperature, 0.9 if temperature else 1.0, arms)
-
-
-def gpu_name() -> str | None:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

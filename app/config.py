@@ -10,13 +10,10 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-import engine
+from app.drafts import AUTO_DRAFT, draft_folder
 from engine import ConfigError, EngineConfig, SpeculationConfig, resolve_model
 
-SHIPPED_DRAFTS = Path(engine.__file__).parent / "draft" / "pretrained"
 DEFAULT_MODEL = "smollm2"
-AUTO_DRAFT = "auto"
-NO_DRAFT = "none"
 
 _SPECULATION = SpeculationConfig()
 _ENGINE = EngineConfig(model=Path())
@@ -94,16 +91,7 @@ class ServerConfig(_Section):
 
     def draft_folder(self) -> Path | None:
         """Return the folder of the draft, or None. Raises `ConfigError` where a named one is missing."""
-        if self.draft == NO_DRAFT:
-            return None
-        if self.draft == AUTO_DRAFT:
-            # Compared, not joined: an absolute path would replace the folder it is joined to.
-            shipped = [path.parent for path in SHIPPED_DRAFTS.glob("*/config.json")]
-            return next((folder for folder in shipped if folder.name == self.model), None)
-        folder = Path(self.draft).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(f"draft must be a folder, {AUTO_DRAFT} or {NO_DRAFT}, found {self.draft!r}")
-        return folder
+        return draft_folder(self.model, self.draft)
 
     def engine_config(self, progress: bool = False) -> EngineConfig:
         """Return the engine's config, fetching the model where it is absent."""

@@ -49,7 +49,7 @@ def main() -> None:
     bench = SyntheticBench(plan)
     for cell in cells:
         engine = bench.open(cell, cells)
-        engine.prepare(cell.arms[0], cell.batch)
+        engine.engine.capture(cell.arms[0], cell.batch)
         prompts = engine.random_prompts(cell.batch, cell.context)
         engine.cache(prompts)
         for request in make_requests(cell, prompts, cell.arms[0], MAX_TOKENS, 0):

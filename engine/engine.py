@@ -82,6 +82,13 @@ class Engine:
         for topology, num_rows in (*self._dispatcher.reachable(max_rows), off):
             self._runner.capture(topology, num_rows)
 
+    def capture(self, tree: str, num_rows: int) -> None:
+        """Capture the steps of up to `num_rows` rows over the tree called `tree`, which requests may name.
+
+        Raises `ConfigError` for an unknown name.
+        """
+        self._runner.capture(self._scheduler.library.get(tree), range(1, num_rows + 1))
+
     @property
     def has_work(self) -> bool:
         """True while a sequence is unfinished or a step has not been collected."""

@@ -30,7 +30,7 @@ from engine.runner.synthetic import (
     random_target,
     target_sizes,
 )
-from engine.runner.worker import Origin, count_positions, wire_worker
+from engine.runner.worker import Origin, choose_verify, count_positions, wire_worker
 from engine.tree.library import TreeLibrary
 from engine.tree.search import Profile, acceptance_length, search
 
@@ -82,14 +82,13 @@ class SyntheticEngine:
         self._target, self._head = weights.target, weights.head
         self._profile = profile
         self._device = weights.target.embed_tokens.weight.device
-        self._replay = ReplayedVerify(profile, self._device)
+        self._replay = ReplayedVerify(profile, self._device, choose_verify(self._device))
         max_depth = config.speculation.feature_window - 1
         trees = [search(profile, num_nodes, depth) for num_nodes, depth in tree_sizes]
         self._library = TreeLibrary(trees, max_depth)
         origin = Origin(weights.name, "", "synthetic weights", "synthetic weights")
         worker = wire_worker(config, self._target, self._head, self._library, origin, self._replay)
-        self._runner = worker.runner
-        for seed, pool in enumerate(self._runner.page_pools):
+        for seed, pool in enumerate(worker.runner.page_pools):
             fill_pages(pool, seed)
         self._kv_cache = KVCache(BlockPool(worker.facts.num_blocks + 1, worker.facts.block_size))
         self.engine = assemble_engine(config, worker.runner, self._library, worker.facts, self._kv_cache)
@@ -121,10 +120,6 @@ class SyntheticEngine:
             assert hit is not None, pool.counts()
             self._kv_cache.publish(sequence, context, range(context))
             self._kv_cache.release(sequence)
-
-    def prepare(self, tree: str, batch: int) -> None:
-        """Capture the steps of up to `batch` rows over `tree`, on a device that captures them."""
-        self._runner.capture(self._library.get(tree), range(1, batch + 1))
 
     def expected_tokens_per_call(self, tree: str) -> float:
         return acceptance_length(self._library.get(tree), self._profile)

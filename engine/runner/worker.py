@@ -83,12 +83,13 @@ def wire_worker(
     head: DraftHead | None,
     library: TreeLibrary,
     origin: Origin,
-    verify: Verify = verify,
+    verify: Verify | None = None,
 ) -> Worker:
     """Put a runner around networks that are on their device already, in the dtype they have.
 
-    Both must know `count_positions` positions. The networks may be wired again once the worker is gone.
-    Raises `ConfigError` where the cache does not fit.
+    Both must know `count_positions` positions. They may be wired again once the worker is gone. Drafts are
+    verified by `verify`, else by what `choose_verify` returns. Raises `ConfigError` where the cache does not
+    fit.
     """
     model, weight = target.config, target.embed_tokens.weight
     device, dtype = weight.device, weight.dtype
@@ -111,8 +112,11 @@ def wire_worker(
     )
     backend = create_backend(config.attention_backend, device)
     drafter = None if head is None else create_drafter(head, backend, shape)
+    runner = ModelRunner(
+        target, drafter, backend, shape, model.eos_token_ids, verify or choose_verify(device)
+    )
     return Worker(
-        runner=ModelRunner(target, drafter, backend, shape, model.eos_token_ids, verify),
+        runner=runner,
         library=library,
         facts=EngineFacts(
             model_name=origin.model_name,
@@ -135,15 +139,28 @@ def wire_worker(
     )
 
 
+def choose_verify(device: torch.device) -> Verify:
+    """Return the implementation of `verify` for a device."""
+    if device.type != "cuda":
+        return verify
+    from engine.sampling.triton_verify import TritonVerify
+
+    return TritonVerify(overlap=_can_overlap(device))
+
+
 def _use_kernels(target: LlamaForCausalLM, head: DraftHead | None, device: torch.device) -> None:
     """Run the networks on fused kernels."""
     from engine.layers.triton_ops import TritonOps
 
-    # Programmatic dependent launch came with compute capability 9.
-    ops = TritonOps(overlap=torch.cuda.get_device_capability(device) >= (9, 0))
+    ops = TritonOps(overlap=_can_overlap(device))
     target.use(ops)
     if head is not None:
         head.use(ops)
+
+
+def _can_overlap(device: torch.device) -> bool:
+    """Return whether a launch may begin before the kernel ahead has ended: since compute capability 9."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def count_positions(config: EngineConfig, model: ModelConfig) -> int:

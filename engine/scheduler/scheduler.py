@@ -60,7 +60,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv_cache: KVCache, library: TreeLibrary) -> None:
         self._config = config
         self._kv_cache = kv_cache
-        self._library = library
+        self.library = library
         self.root_only = library.get("off")
         self._watermark = max(1, kv_cache.pool.capacity // WATERMARK_SHARE)
         # Steps in flight may run past the length of the model: see `block_table_width`.
@@ -210,7 +210,7 @@ class Scheduler:
         if speculation == "auto":
             return None
         try:
-            return self._library.get(speculation)
+            return self.library.get(speculation)
         except ConfigError as error:
             raise RequestError(str(error), "speculation") from error
 
