@@ -150,6 +150,7 @@ class SyntheticBench:
         """Return a config with the rows and blocks of any one of `cells`."""
         sizes = self._plan.sizes
         max_num_seqs = max(cell.batch for cell in cells)
+        assert sizes.block_size is not None, "a plan states its block size"
         num_blocks = max(
             cell.batch * -(-(cell.context + self._num_ahead) // sizes.block_size) for cell in cells
         )

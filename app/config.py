@@ -38,13 +38,13 @@ class EngineSection(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _ENGINE.dtype
     device: Literal["auto", "cpu", "cuda"] = _ENGINE.device
     attention_backend: str = _ENGINE.attention_backend
-    block_size: int = _ENGINE.block_size
+    block_size: int | None = _ENGINE.block_size
     num_blocks: int | None = _ENGINE.num_blocks
     memory_gib: float = _ENGINE.memory_gib
     max_model_len: int | None = _ENGINE.max_model_len
     max_num_seqs: int = _ENGINE.max_num_seqs
     max_num_waiting: int = _ENGINE.max_num_waiting
-    max_batched_tokens: int = _ENGINE.max_batched_tokens
+    max_batched_tokens: int | None = _ENGINE.max_batched_tokens
     enable_prefix_cache: bool = _ENGINE.enable_prefix_cache
     num_threads: int | None = _ENGINE.num_threads
     seed: int = _ENGINE.seed

@@ -214,7 +214,7 @@ def assemble_engine(
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=facts.max_batched_tokens,
         max_model_len=facts.max_model_len,
         eos_token_ids=frozenset(facts.eos_token_ids),
         draft_window=config.speculation.feature_window,

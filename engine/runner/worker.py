@@ -99,13 +99,14 @@ def wire_worker(
             head.pack()
     if device.type == "cuda":
         _use_kernels(target, head, device)
+    sizes = config.device_sizes(device.type == "cuda")
     max_model_len = _choose_max_model_len(config, model)
     num_blocks = plan_num_blocks(config, model, head.config if head else None, dtype, device)
     shape = RunnerShape(
         max_num_seqs=config.max_num_seqs,
         num_blocks=num_blocks,
-        block_size=config.block_size,
-        table_width=block_table_width(max_model_len, library.max_depth, config.block_size),
+        block_size=sizes.block_size,
+        table_width=block_table_width(max_model_len, library.max_depth, sizes.block_size),
         feature_window=config.speculation.feature_window,
         draft_mode=config.speculation.draft_mode,
     )
@@ -130,7 +131,8 @@ def wire_worker(
             eos_token_ids=model.eos_token_ids,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
-            block_size=config.block_size,
+            max_batched_tokens=sizes.max_batched_tokens,
+            block_size=sizes.block_size,
             num_blocks=num_blocks - 1,
             trees=(*library.names, *(f"chain-{depth}" for depth in range(1, library.max_depth + 1))),
         ),

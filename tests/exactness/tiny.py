@@ -106,6 +106,7 @@ def build_engine(
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         max_model_len=MAX_LEN,
+        max_batched_tokens=shape.max_batched_tokens,
         max_num_seqs=shape.max_num_seqs,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
