@@ -277,9 +277,21 @@ async def test_tokens_and_statistics_come_through_serve(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60, base_url=server.url) as client:
         tokens = (await client.post("/tokenize", json={"prompt": "Hello"})).json()
         text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+        chat = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "?"}],
+            "tools": [tool],
+            "max_tokens": 5,
+        }
+        called = await client.post("/v1/chat/completions", json=chat)
+        api = (await client.get("/openapi.json")).json()
         body = stream_body(3, prompt="Hello", echo=True, speculation_stats=True, stream=False)
         answer = (await client.post("/v1/completions", json=body | {"stream_options": None})).json()
     assert (tokens["count"], text) == (5, {"prompt": "Hello"})
+    assert called.status_code == 200, called.text
+    assert called.json()["usage"]["prompt_tokens"] > 300, "the tools are in the prompt"
+    assert "/v1/chat/completions" in api["paths"]
     assert answer["choices"][0]["text"].startswith("Hello")
     assert answer["usage"]["prompt_tokens"] == 5
     stats = answer["metrics"]["speculative_decoding"]
