@@ -81,6 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
+        assert "raylet" not in log.read_text(), "Ray's own words are not for an operator"
     finally:
         is_started.set()
         if process.poll() is None:
