@@ -65,6 +65,49 @@ def _page_of(table, position, end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _locate_tile(
+    k_pages,
+    v_pages,
+    page,
+    n,
+    lane,
+    stop,
+    strides,
+    suffix_kv,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Return (k, v, offset [..., n, D], limit) of the tile at position n; what is before limit exists.
+
+    page is the tile's page, or [..., n] those of its positions; strides are those of (pages, positions).
+    """
+    page_stride, token_stride = strides
+    first = n if BLOCK_SIZE >= BLOCK_N else n + lane
+    base = page.to(tl.int64) * page_stride + (first % BLOCK_SIZE) * token_stride
+    k_tile = k_pages
+    v_tile = v_pages
+    limit = stop
+    if suffix_kv is not None:
+        k_suffix, v_suffix, suffix_stride, suffix_first, suffix_end = suffix_kv
+        is_suffix = n >= suffix_first
+        # A pointer that is chosen forgets how it is aligned.
+        k_tile = tl.multiple_of(tl.where(is_suffix, k_suffix, k_pages), 16)
+        v_tile = tl.multiple_of(tl.where(is_suffix, v_suffix, v_pages), 16)
+        base = tl.where(is_suffix, tl.cast((first - suffix_first) * suffix_stride, tl.int64), base)
+        token_stride = tl.where(is_suffix, suffix_stride, token_stride)
+        limit = tl.where(is_suffix, suffix_end, stop)
+    dim = tl.arange(0, HEAD_DIM)
+    if BLOCK_SIZE >= BLOCK_N:
+        k_tile += base
+        v_tile += base
+        offset = column(lane) * token_stride + dim
+    else:
+        offset = column(base) + dim
+    return k_tile, v_tile, offset, limit
+
+
+@triton.jit
 def _see_suffix(first, lane, suffix, BLOCK_N: tl.constexpr):
     """Return which of the suffix keys first + lane [..., n] each query sees, [..., M, n]; none before key 0.
 
@@ -105,45 +148,23 @@ def attend_tiles(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Attend to the positions of span (begin, end, stop) in tiles; of the pages those before `stop` are read.
 
-    suffix_kv: None, or (k, v, stride, first) where the positions from `first` on are those of suffix keys,
-    and suffix (keys, mask bits [..., words], the offset of each query's, is_query [M]) says who sees them.
+    suffix_kv: None, or (k, v, stride, first, end) where the positions [first, end) are the suffix keys, and
+    suffix (keys, mask words, where each query's are, is_query [M]) says who sees them.
     """
     acc, top, total = state
     begin, end, stop = span
     full_first, full_last = full_span
     node_start, node_end = windows
-    page_stride, token_stride = strides
     lane = keys_of_tile(BLOCK_N, SLICES)
-    dim = tl.arange(0, q.shape[-1])
     # The table is read a tile ahead, so that no tile waits for it. A tile within a page needs one number.
     page = _page_of(table, begin if BLOCK_SIZE >= BLOCK_N else begin + lane, stop, BLOCK_SIZE)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = n + lane
-        limit = stop
-        stride = token_stride
-        if BLOCK_SIZE >= BLOCK_N:
-            base = page.to(tl.int64) * page_stride + (n % BLOCK_SIZE) * token_stride
-            page = _page_of(table, n + BLOCK_N, stop, BLOCK_SIZE)
-        else:
-            base = page.to(tl.int64) * page_stride + (position % BLOCK_SIZE) * token_stride
-            page = _page_of(table, position + BLOCK_N, stop, BLOCK_SIZE)
-        k_tile = k_pages
-        v_tile = v_pages
-        if suffix_kv is not None:
-            k_suffix, v_suffix, suffix_stride, suffix_first = suffix_kv
-            is_suffix = n >= suffix_first
-            k_tile = tl.multiple_of(tl.where(is_suffix, k_suffix, k_pages), 16)
-            v_tile = tl.multiple_of(tl.where(is_suffix, v_suffix, v_pages), 16)
-            limit = tl.where(is_suffix, suffix_first + suffix[0], stop)
-            first = n if BLOCK_SIZE >= BLOCK_N else position
-            base = tl.where(is_suffix, tl.cast((first - suffix_first) * suffix_stride, tl.int64), base)
-            stride = tl.where(is_suffix, suffix_stride, token_stride)
-        if BLOCK_SIZE >= BLOCK_N:
-            offset = column(lane) * stride + dim
-            k_tile += base
-            v_tile += base
-        else:
-            offset = column(base) + dim
+        k_tile, v_tile, offset, limit = _locate_tile(
+            k_pages, v_pages, page, n, lane, stop, strides, suffix_kv, BLOCK_SIZE, BLOCK_N, q.shape[-1]
+        )
+        ahead = (n if BLOCK_SIZE >= BLOCK_N else position) + BLOCK_N
+        page = _page_of(table, ahead, stop, BLOCK_SIZE)
         is_read = column(position < limit)
         scores = score(q, tl.load(k_tile + offset, mask=is_read, other=0.0).to(q.dtype))
         if (n < full_first) | (n + BLOCK_N > full_last):

@@ -50,7 +50,7 @@ def attend_tree(
     """
     num_rows, num_nodes, num_heads, head_dim = q.shape
     num_kv_heads, group_size = k_pages.shape[2], num_heads // k_pages.shape[2]
-    num_units, num_cuts = config.max_units(num_rows), config.max_cuts(num_rows)
+    num_units = config.max_units(num_rows)
     assert k_pages.stride() == v_pages.stride(), (k_pages.stride(), v_pages.stride())
     assert k.stride() == v.stride(), (k.stride(), v.stride())
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -68,27 +68,16 @@ def attend_tree(
         block_tables.stride(0),
         *starts.stride(),
         *ends.stride(),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=k_pages.shape[1],
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_NODES=triton.next_power_of_2(num_nodes) if plan.words is None else 1,
-        SLICES=config.num_slices,
-        STAGES=config.num_stages,
-        OVERLAP=overlap,
+        *(num_kv_heads, group_size, head_dim, k_pages.shape[1], config.block_m, config.block_n),
+        *(triton.next_power_of_2(num_nodes) if plan.words is None else 1, config.num_slices),
+        *(config.num_stages, overlap),
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
         launch_pdl=overlap,
     )
     if plan.words is not None:
-        merge_pieces(
-            *(part_out, part_lse, plan.words, out, lse),
-            num_units=num_units,
-            num_cuts=num_cuts,
-            overlap=overlap,
-        )
+        sizes = {"num_units": num_units, "num_cuts": config.max_cuts(num_rows)}
+        merge_pieces(part_out, part_lse, plan.words, out, lse, **sizes, overlap=overlap)
     return out
 
 
@@ -247,7 +236,7 @@ def _tree_attention_kernel(
         (node_start.to(tl.int32), tl.minimum(node_end, stop).to(tl.int32)),
         (page_stride, page_token),
         scale,
-        (k_ptr + suffix_offset, v_ptr + suffix_offset, k_token, suffix_first),
+        (k_ptr + suffix_offset, v_ptr + suffix_offset, k_token, suffix_first, suffix_first + num_suffix),
         (
             num_suffix,
             mask + row * num_nodes * tl.cdiv(num_suffix, MASK_BITS),
