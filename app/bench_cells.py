@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from app.bench import PLAIN, speedup_interval
+from app.bench_trace import Trace, trace_steps
 from engine import (
     FinishReason,
     MachineRates,
@@ -22,6 +23,7 @@ from engine import (
 LONG, SHORT = 193, 1
 MIN_ROUNDS = 3
 HOST_TOKENS = 25
+_NUM_WARM_STEPS = 4
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all 64 bits
 _MASK = (1 << 63) - 1
 
@@ -40,12 +42,24 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """At most `rounds` rounds; once the clock passes `deadline` none begins but the first three. `is_traced`
+    asks for the kernels of a few steps, too.
+    """
+
+    rounds: int
+    deadline: float
+    is_traced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ArmResult:
     """One arm of a cell. Milliseconds are medians over rounds.
 
     `ms_per_token` is per token of each sequence; `ms_per_step` that of a step in which all rows run.
     `ms_limit` is the least a step can take on this machine. `idle_share` is the device's time between steps.
-    `ms_host` is the work of the host per step, measured apart. `speedup` is over plain decoding in the same
+    `ms_host` is the work of the host per step and `trace` what the device does in one, both measured apart;
+    the latter where it was asked for. `speedup` is over plain decoding in the same
     rounds, with its interval at 95%, (value, low, high); None without plain decoding beside it.
     """
 
@@ -58,6 +72,7 @@ class ArmResult:
     ms_limit: float
     idle_share: float
     ms_host: float
+    trace: Trace | None
     speedup: tuple[float, float, float] | None
     seconds_per_round: tuple[float, ...]
 
@@ -90,33 +105,42 @@ class _Round:
 
 
 def measure_cell(
-    bench: SyntheticEngine,
-    cell: Cell,
-    rates: MachineRates,
-    rounds: int,
-    deadline: float,
-    clock: Callable[[], float],
+    bench: SyntheticEngine, cell: Cell, rates: MachineRates, effort: Effort, clock: Callable[[], float]
 ) -> list[ArmResult]:
-    """Return a result per arm, from `rounds` rounds that alternate ABBA.
-
-    Once `clock` passes `deadline` no round begins, but for the first three.
-    """
+    """Return a result per arm, from rounds that alternate ABBA."""
     prompts = bench.random_prompts(cell.batch, cell.context)
     for arm in cell.arms:
         bench.engine.capture(arm, cell.batch)
         # Whatever else is compiled or allocated at first use.
         _run(bench, cell, prompts, arm, HOST_TOKENS, 0, clock)
     found: dict[str, list[_Round]] = {arm: [] for arm in cell.arms}
-    for round_idx in range(rounds):
-        if round_idx >= MIN_ROUNDS and clock() > deadline:
+    for round_idx in range(effort.rounds):
+        if round_idx >= MIN_ROUNDS and clock() > effort.deadline:
             break
         for arm in cell.arms if round_idx % 2 == 0 else reversed(cell.arms):
             short = _run(bench, cell, prompts, arm, SHORT, round_idx, clock)
             found[arm].append(_Round(_run(bench, cell, prompts, arm, LONG, round_idx, clock), short))
-    return [
-        _summarise(bench, cell, rates, arm, found, time_host(bench, cell, prompts, arm, clock))
-        for arm in cell.arms
-    ]
+    results = []
+    for arm in cell.arms:
+        host_seconds = time_host(bench, cell, prompts, arm, clock)
+        trace = trace_arm(bench, cell, prompts, arm) if effort.is_traced else None
+        ms_limit = 1e3 * limit_seconds(bench.work(arm, cell.batch, cell.context), rates)
+        plain = None if arm == PLAIN else found.get(PLAIN)
+        results.append(_summarise(arm, found[arm], plain, ms_limit, 1e3 * host_seconds, trace))
+    return results
+
+
+def trace_arm(bench: SyntheticEngine, cell: Cell, prompts: Prompts, arm: str) -> Trace | None:
+    """Trace a few steps that all rows run."""
+    bench.cache(prompts)
+    for request in make_requests(cell, prompts, arm, LONG, 0):
+        bench.engine.add(request)
+    for _ in range(_NUM_WARM_STEPS):
+        bench.engine.step()
+    trace = trace_steps(bench)
+    while bench.engine.has_work:
+        bench.engine.step()
+    return trace
 
 
 def time_host(
@@ -191,18 +215,17 @@ def make_requests(cell: Cell, prompts: Prompts, arm: str, max_tokens: int, round
 
 
 def _summarise(
-    bench: SyntheticEngine,
-    cell: Cell,
-    rates: MachineRates,
     arm: str,
-    found: dict[str, list[_Round]],
-    host_seconds: float,
+    rounds: Sequence[_Round],
+    plain_rounds: Sequence[_Round] | None,
+    ms_limit: float,
+    ms_host: float,
+    trace: Trace | None,
 ) -> ArmResult:
-    rounds = found[arm]
     seconds = [r.seconds_per_token for r in rounds]
     speedup = None
-    if PLAIN in found and arm != PLAIN:
-        plain = [r.seconds_per_token for r in found[PLAIN]]
+    if plain_rounds is not None:
+        plain = [r.seconds_per_token for r in plain_rounds]
         speedup = speedup_interval(list(zip(plain, seconds, strict=True)))
     wall = sum(r.long.seconds - r.short.seconds for r in rounds)
     device = sum(r.long.device_seconds - r.short.device_seconds for r in rounds)
@@ -214,9 +237,10 @@ def _summarise(
         best_ms_per_token=1e3 * min(seconds),
         tokens_per_call=sum(r.long.num_tokens for r in rounds) / sum(r.long.num_calls for r in rounds),
         ms_per_step=1e3 * statistics.median(steps),
-        ms_limit=1e3 * limit_seconds(bench.work(arm, cell.batch, cell.context), rates),
+        ms_limit=ms_limit,
         idle_share=1 - device / wall,
-        ms_host=1e3 * host_seconds,
+        ms_host=ms_host,
+        trace=trace,
         speedup=speedup,
         seconds_per_round=tuple(seconds),
     )

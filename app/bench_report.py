@@ -19,7 +19,8 @@ BASELINE = "plain decoding by the same engine in the same rounds, arms alternati
 
 COLUMNS = (
     f"{'context':>7} {'batch':>5} {'temp':>4} {'arm':<9} {'ms/token':>8} {'best':>7} {'per call':>8} "
-    f"{'ms/step':>8} {'limit':>7} {'of it':>5} {'idle':>6} {'host ms':>7} {'speed-up':>8}  95% interval"
+    f"{'ms/step':>8} {'limit':>7} {'of it':>5} {'idle':>6} {'traced':>6} {'host ms':>7} "
+    f"{'speed-up':>8}  95% interval"
 )
 
 
@@ -31,10 +32,11 @@ def cell_lines(result: CellResult) -> list[str]:
         return [f"{head} hole: {result.hole}"]
     lines = []
     for arm in result.arms:
+        traced = "" if arm.trace is None else f"{arm.trace.idle_share:.1%}"
         line = (
             f"{head} {arm.arm:<9} {arm.ms_per_token:>8.3f} {arm.best_ms_per_token:>7.3f} "
             f"{arm.tokens_per_call:>8.2f} {arm.ms_per_step:>8.3f} {arm.ms_limit:>7.3f} "
-            f"{arm.roofline_share:>5.0%} {arm.idle_share:>6.1%} {arm.ms_host:>7.3f}"
+            f"{arm.roofline_share:>5.0%} {arm.idle_share:>6.1%} {traced:>6} {arm.ms_host:>7.3f}"
         )
         if arm.speedup is not None:
             value, low, high = arm.speedup

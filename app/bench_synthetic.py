@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from app.bench_cells import LONG, ArmResult, Cell, measure_cell
+from app.bench_cells import LONG, ArmResult, Cell, Effort, measure_cell
 from engine import (
     CapacityError,
     EngineConfig,
@@ -34,7 +34,7 @@ class SyntheticPlan:
     """What is measured on which model. `sizes` says device, dtype, block size and attention backend.
 
     `profile` is scaled already; the trees searched for it are of `tree_sizes`, (nodes, most levels). The
-    cells share `seconds`; each gets at most `rounds` rounds.
+    cells share `seconds`; each gets at most `rounds` rounds, and with `is_traced` a trace of a few steps.
     """
 
     name: str
@@ -45,6 +45,7 @@ class SyntheticPlan:
     cells: tuple[Cell, ...]
     rounds: int
     seconds: float
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ class SyntheticBench:
         bench = self.open(cell, fitting)
         now = self._clock()
         deadline = now + max(0.0, self._deadline - now) / (num_left + 1)
-        arms = measure_cell(bench, cell, self.rates, self._plan.rounds, deadline, self._clock)
+        effort = Effort(self._plan.rounds, deadline, self._plan.is_traced)
+        arms = measure_cell(bench, cell, self.rates, effort, self._clock)
         return CellResult(cell, tuple(arms), bench.checksum())
 
     def open(self, cell: Cell, fitting: Sequence[Cell]) -> SyntheticEngine:

@@ -131,6 +131,7 @@ def _add_bench_synthetic(bench: argparse.ArgumentParser) -> None:
         "--temperature", type=_temperatures, default=(0.0,), metavar="T,T", help="above 0 with top-p 0.9"
     )
     synthetic.add_argument("--seconds", type=float, default=600.0, help="for all cells together")
+    synthetic.add_argument("--trace", action="store_true", help="list the kernels of a step in the JSON")
     synthetic.add_argument("--out", type=Path, metavar="FOLDER", help="for JSON and a plot")
 
 

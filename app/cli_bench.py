@@ -8,9 +8,11 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TextIO
+
+import torch
 
 from app.bench import PLAIN, BenchPlan, Cell, measure
 from app.bench_prompts import bench_prompts
@@ -21,7 +23,6 @@ from engine import MAX_GAP, ConfigError, EngineConfig, EngineFacts, NearTies, St
 
 AUTO_TREE = "auto"
 MAX_TREE_NODES = 64
-DEFAULT_BLOCK_SIZE = 16
 MAX_JUDGED = 256  # each costs a pass of the target on the CPU
 BASELINE = "plain decoding by the same engine in the same run, arms alternating ABBA"
 
@@ -109,16 +110,18 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 def _sizes(options: argparse.Namespace) -> EngineConfig:
     """Return an engine that holds the largest batch, with a budget for the largest tree in every row."""
     max_batch = max(options.batch)
-    return EngineConfig(
+    sizes = EngineConfig(
         Path(options.model),
         dtype=options.dtype,
         device=options.device,
         attention_backend=options.attention_backend,
-        block_size=options.block_size or DEFAULT_BLOCK_SIZE,
+        block_size=options.block_size,
         max_num_seqs=max_batch,
-        max_batched_tokens=max(512, max_batch * (MAX_TREE_NODES + 1)),
         enable_prefix_cache=False,  # the second arm of a round would find the first one's prompts
     )
+    is_cuda = options.device != "cpu" and torch.cuda.is_available()
+    usual = sizes.device_sizes(is_cuda).max_batched_tokens
+    return replace(sizes, max_batched_tokens=max(usual, max_batch * (MAX_TREE_NODES + 1)))
 
 
 def table(plan: BenchPlan, facts: EngineFacts, cells: Sequence[Cell], identity: Identity) -> str:

@@ -56,6 +56,7 @@ def plan_of(options: argparse.Namespace, cells: tuple[Cell, ...]) -> tuple[Synth
         cells=cells,
         rounds=options.rounds,
         seconds=options.seconds,
+        is_traced=options.trace,
     )
     source = (
         f"{measured.source}; first ranks scaled in odds to {options.tokens_per_call} tokens per call with "

@@ -1,8 +1,7 @@
 """Counts which rank the target's next token has among a draft's, by depth, along the answers to prompts.
 
-The answers are greedy, so the counts say what any tree would accept. Run: python
-benchmarks/acceptance_profile.py --prompts FILE --source "who wrote the prompts" --out
-benchmarks/profiles/NAME.json
+The answers are greedy, so the counts say what any tree would accept. Run:
+python benchmarks/acceptance_profile.py --prompts FILE --source "of whom" --out benchmarks/profiles/NAME.json
 """
 
 import argparse

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--trace", action="store_true", help="list the kernels of a step in the JSON")
     parser.add_argument("--out", type=Path, help="folder for JSON and plot")
     options = parser.parse_args()
     temperatures = tuple(float(item) for item in options.temperatures.split(","))

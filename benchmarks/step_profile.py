@@ -5,20 +5,15 @@ It needs torch alone. Run: python benchmarks/step_profile.py llama-3.1-8b 1k:1:o
 
 import argparse
 import sys
-from collections import defaultdict
 from pathlib import Path
-
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 # Run by its path, Python looks for modules beside this file only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from app.bench_cells import make_requests
+from app.bench_cells import trace_arm
 from app.bench_synthetic import SyntheticBench
+from app.bench_trace import Trace
 from app.cli_bench_synthetic import parse_cells, plan_of
-
-NUM_WARM, NUM_STEPS, MAX_TOKENS = 8, 6, 120
 
 
 def main() -> None:
@@ -44,46 +39,28 @@ def main() -> None:
         trees=((8, 4), (16, 5)),
         rounds=3,
         seconds=1e9,
+        trace=True,
     )
     plan, _ = plan_of(fixed, tuple(cells))
     bench = SyntheticBench(plan)
     for cell in cells:
-        engine = bench.open(cell, cells)
-        engine.engine.capture(cell.arms[0], cell.batch)
-        prompts = engine.random_prompts(cell.batch, cell.context)
-        engine.cache(prompts)
-        for request in make_requests(cell, prompts, cell.arms[0], MAX_TOKENS, 0):
-            engine.engine.add(request)
-        for _ in range(NUM_WARM):
-            engine.engine.step()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(NUM_STEPS):
-                engine.engine.step()
-            torch.cuda.synchronize()
-        _print(f"{cell.context} x {cell.batch} {cell.arms[0]}", profiler, options.top)
-        while engine.engine.has_work:
-            engine.engine.step()
+        engine, arm = bench.open(cell, cells), cell.arms[0]
+        engine.engine.capture(arm, cell.batch)
+        trace = trace_arm(engine, cell, engine.random_prompts(cell.batch, cell.context), arm)
+        assert trace is not None, "nothing ran on the device"
+        print_trace(f"{cell.context} x {cell.batch} {arm}", trace, options.top)
 
 
-def _print(title: str, profiler: profile, top: int) -> None:
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    busy, count = defaultdict(float), defaultdict(int)
-    for start, end, name in spans:
-        busy[name] += end - start
-        count[name] += 1
-    total = spans[-1][1] - spans[0][0]
+def print_trace(title: str, trace: Trace, top: int) -> None:
     print(
-        f"== {title}: {total / NUM_STEPS / 1000:.3f} ms a step, kernels {sum(busy.values()) / NUM_STEPS / 1000:.3f} ms, "
-        f"{len(spans) / NUM_STEPS:.0f} launches"
+        f"== {title}: {trace.ms_per_step:.3f} ms a step, nothing runs in {trace.idle_share:.1%} of it, "
+        f"{trace.num_launches:.0f} launches"
     )
-    for name in sorted(busy, key=busy.__getitem__, reverse=True)[:top]:
+    for kernel in trace.kernels[:top]:
+        each = kernel.microseconds / kernel.num_launches
         print(
-            f"{busy[name] / NUM_STEPS:9.1f} us {count[name] / NUM_STEPS:7.1f} x {busy[name] / count[name]:7.2f}  {name[:90]}"
+            f"{kernel.microseconds:9.1f} us {kernel.num_launches:7.1f} x {each:7.2f}  {kernel.name[:90]}",
+            flush=True,
         )
 
 

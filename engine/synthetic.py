@@ -35,7 +35,7 @@ from engine.tree.library import TreeLibrary
 from engine.tree.search import Profile, acceptance_length, search
 
 _WORKSPACE_BYTES = 2 << 30  # libraries, graphs, and the activations of a step but for its logits
-_NUM_LOGIT_COPIES = 3
+_NUM_LOGIT_COPIES = 6  # graphs of every number of rows keep theirs, and warping makes more
 
 
 @dataclass(frozen=True, slots=True)

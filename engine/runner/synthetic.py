@@ -51,6 +51,25 @@ def _llama_3(num_layers: int, hidden_size: int, intermediate_size: int, num_head
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.1-8b": _llama_3(32, 4096, 14336, 32),
     "llama-3.3-70b": _llama_3(80, 8192, 28672, 64),
+    "smollm2-135m": ModelConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        rope_scaling=None,
+        max_position=8192,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        dtype="bfloat16",
+    ),
 }
 
 

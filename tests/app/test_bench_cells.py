@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app import bench_cells, bench_synthetic, cli_bench_synthetic
-from app.bench_cells import LONG, Cell, limit_seconds, measure_cell
+from app.bench_cells import LONG, Cell, Effort, limit_seconds, measure_cell
 from app.bench_synthetic import SyntheticBench, SyntheticPlan
 from app.cli_bench_synthetic import parse_cells, run_plan
 from engine import (
@@ -81,7 +81,7 @@ def short(monkeypatch):
 
 def test_an_arm_s_time_is_that_of_192_tokens(engine):
     """Each step reads the clock once: plain decoding takes a tick a token, a chain a tick a call."""
-    plain, drafted = measure_cell(engine, cell(), RATES, rounds=1, deadline=1e9, clock=Ticks())
+    plain, drafted = measure_cell(engine, cell(), RATES, Effort(1, 1e9), Ticks())
     assert (plain.arm, plain.rounds, plain.tokens_per_call) == ("off", 1, 1.0)
     assert plain.ms_per_token == 1000.0
     assert plain.ms_per_step == drafted.ms_per_step == plain.ms_host == 1000.0
@@ -98,7 +98,7 @@ def test_an_arm_s_time_is_that_of_192_tokens(engine):
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("deadline", "expected"), [(1e9, 4), (0.0, 3)])
 def test_after_the_deadline_no_round_begins_but_the_first_three(engine, deadline, expected):
-    results = measure_cell(engine, cell(batch=1), RATES, rounds=4, deadline=deadline, clock=Ticks())
+    results = measure_cell(engine, cell(batch=1), RATES, Effort(4, deadline), Ticks())
     assert [result.rounds for result in results] == [expected, expected]
     assert len(set(results[1].seconds_per_round)) > 1  # every round draws other paths
 
@@ -113,7 +113,7 @@ def test_arms_alternate_and_draw_alike(engine, monkeypatch):
         lambda request: (added.append((request.sampling.speculation, request.sampling.seed)), add(request)),
     )
     arms = ("off", "chain-1", "tree-8")
-    measure_cell(engine, cell(batch=1, arms=arms), RATES, rounds=2, deadline=1e9, clock=Ticks())
+    measure_cell(engine, cell(batch=1, arms=arms), RATES, Effort(2, 1e9), Ticks())
     timed = added[3:-3]  # without warm-up and the host's times
     assert [arm for arm, _ in timed[::2]] == [*arms, *reversed(arms)]
     assert [seed for _, seed in timed] == [timed[0][1]] * 6 + [timed[6][1]] * 6
@@ -123,7 +123,7 @@ def test_arms_alternate_and_draw_alike(engine, monkeypatch):
 def test_a_context_that_is_not_cached_stops_the_measurement(engine, monkeypatch):
     monkeypatch.setattr(engine, "cache", lambda prompts: None)
     with pytest.raises(StepError, match="not found in the cache"):
-        measure_cell(engine, cell(context=24), RATES, rounds=1, deadline=1e9, clock=Ticks())
+        measure_cell(engine, cell(context=24), RATES, Effort(1, 1e9), Ticks())
 
 
 def test_the_limit_takes_the_slower_of_moving_and_multiplying_in_each_part():
@@ -225,10 +225,12 @@ def test_a_profile_s_plan_gives_the_length_asked_for(monkeypatch):
         attention_backend="auto",
         rounds=1,
         seconds=1.0,
+        trace=True,
     )
     plan, source = cli_bench_synthetic.plan_of(options, (cell(),))
     first, second, third = (row[0] for row in plan.profile[:3])
     assert 1 + first * (1 + second * (1 + third)) == pytest.approx(2.5)
+    assert plan.is_traced
     assert "held-out prompts" in source
     assert "2.5 tokens per call with chain-3" in source
 
