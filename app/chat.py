@@ -53,18 +53,19 @@ class ChatTemplate:
         template = self._tool_template if shape.tools else self._template
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions", "messages")
-        given = {
-            "messages": turns(messages) if self._knows_tools else turns_in_words(messages, shape.tools),
-            "tools": [signature(tool) for tool in shape.tools] or None,
-            "add_generation_prompt": shape.adds_generation_prompt,
-        } | self._special_tokens
-        if taken := given.keys() & shape.arguments:
+        given = {"add_generation_prompt": shape.adds_generation_prompt} | self._special_tokens
+        if taken := shape.arguments.keys() & {*given, "messages", "tools"}:
             raise RequestError(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs"
             )
         try:
-            return template.render(given | shape.arguments)
-        except (jinja2.TemplateError, TypeError) as error:
+            return template.render(
+                messages=turns(messages) if self._knows_tools else turns_in_words(messages, shape.tools),
+                tools=[signature(tool) for tool in shape.tools] or None,
+                **given,
+                **shape.arguments,
+            )
+        except (jinja2.TemplateError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error

@@ -58,6 +58,7 @@ class JsonValue:
             return text
         try:
             value: str = json.loads(text, strict=False)
+            value.encode()
         except ValueError:
-            return text[1:-1]  # broken escapes: as it is written
+            return text[1:-1]  # broken escapes and halves of surrogate pairs: as it is written
         return value

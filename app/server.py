@@ -22,7 +22,7 @@ from app.call import (
     TokenizeCall,
 )
 from app.chat import ChatTemplate
-from app.choices import Limits, check_token_ids, plan_requests
+from app.choices import Limits, check_num_requests, check_token_ids, plan_requests
 from app.config import ServerConfig
 from app.errors import UnknownModelError, event_for, reply_for, status_of
 from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
@@ -157,6 +157,8 @@ class LLMServer:
         form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
         options = call.options
         self._check_model(options.model)
+        num_prompts = 1 if isinstance(call, ChatCall) else len(call.prompts)
+        check_num_requests(num_prompts, options.num_choices, form.prompt_field, self._limits)
         prompts = await self._encode(call)
         requests = plan_requests(
             call_id, prompts, options, self._engine.facts, form.prompt_field, self._limits

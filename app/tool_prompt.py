@@ -88,11 +88,13 @@ def _in_words(message: Message) -> Message:
 
 
 def _arguments(call: ToolCall) -> object:
-    """Templates write arguments as JSON themselves; text that is no JSON stays text."""
+    """Templates write arguments as JSON themselves; what cannot be written again stays text."""
     try:
-        return json.loads(call.arguments)
-    except ValueError:
+        value: object = json.loads(call.arguments)
+        _dump(value).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError):
         return call.arguments
+    return value
 
 
 def _dump(value: object) -> str:

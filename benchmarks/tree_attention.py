@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.triton import processor_count
+from engine.attention.triton import can_overlap, processor_count
 from engine.kernels.tree_attention import attend_tree
 from engine.kernels.tree_attention_config import TreeConfig, TreeShape, choose_config
 from engine.kernels.tree_attention_plan import make_plan
@@ -128,7 +128,7 @@ class Problem:
 
         def call(tables: Tensor) -> Callable[[], object]:
             tensors = (self.q, self.k, self.v, self.pages.k, self.pages.v, tables, self.starts, self.ends)
-            return lambda: attend_tree(*tensors, config=config, plan=plan)
+            return lambda: attend_tree(*tensors, config=config, plan=plan, overlap=can_overlap(DEVICE))
 
         return [call(tables) for tables in self.tables]
 
@@ -250,14 +250,19 @@ def candidates(base: TreeConfig, shape: Shape, options: argparse.Namespace) -> l
         item = 4 * shape.head_dim * block_n * max(1, stages - 1) + 2 * shape.head_dim * block_m
         if item > 200_000:
             continue
-        block_s = max(32, 16 * slices)
-        config = TreeConfig(
-            block_m, block_n, block_s, slices, warps, stages, registers or None, 1, base.min_share
+        config = replace(
+            base,
+            block_m=block_m,
+            block_n=block_n,
+            num_slices=slices,
+            num_warps=warps,
+            num_stages=stages,
+            max_registers=registers or None,
         )
         num_lanes = shape.num_kv_heads * triton.cdiv(queries, block_m)
-        for splits in options.splits:
-            groups = max(1, int(splits * processor_count(DEVICE)) // num_lanes)
-            found.append(replace(config, num_groups=groups))
+        for programs, min_tiles, idle in itertools.product(options.programs, options.min_tiles, options.idle):
+            slots = max(1, int(programs * processor_count(DEVICE)) // num_lanes)
+            found.append(replace(config, num_slots=slots, min_tiles=min_tiles, idle_percent=idle))
     return list(dict.fromkeys(found))
 
 
@@ -272,14 +277,13 @@ def compile_all(problem: Problem, configs: list[TreeConfig]) -> list[TreeConfig]
             return False
         return True
 
-    kinds = list({replace(config, num_groups=1): config for config in configs}.items())
+    def kind(config: TreeConfig) -> TreeConfig:
+        return replace(config, num_slots=1, min_tiles=1, idle_percent=1)
+
+    kinds = {kind(config): config for config in configs}
     with ThreadPoolExecutor(16) as pool:
-        fine = {
-            kind
-            for (kind, _), is_fine in zip(kinds, pool.map(lambda x: attempt(x[1]), kinds), strict=True)
-            if is_fine
-        }
-    return [config for config in configs if replace(config, num_groups=1) in fine]
+        fine = dict(zip(kinds, pool.map(attempt, kinds.values()), strict=True))
+    return [config for config in configs if fine[kind(config)]]
 
 
 def sweep(problem: Problem, options: argparse.Namespace, read: float) -> dict[str, object]:
@@ -347,7 +351,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warps", type=numbers, default=[4])
     parser.add_argument("--stages", type=numbers, default=[3, 4])
     parser.add_argument("--registers", type=numbers, default=[0], help="bound per thread, 0 for none")
-    parser.add_argument("--splits", type=fractions, default=[1, 2, 3, 4], help="programs per multiprocessor")
+    parser.add_argument("--programs", type=fractions, default=[1, 2, 3], help="per multiprocessor")
+    parser.add_argument("--min-tiles", type=numbers, default=[2], help="of a unit of work")
+    parser.add_argument("--idle", type=numbers, default=[55], help="percent of time of a unit alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.deadline = time.monotonic() + options.seconds

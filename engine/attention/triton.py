@@ -22,6 +22,7 @@ class TritonAttention:
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         tables, starts, ends = layout.block_tables, layout.prefix_start, layout.prefix_end
         num_processors = processor_count(tables.device)
+        overlap = can_overlap(tables.device)
         # The plan is made once per pass: every layer of a network asks for the same.
         plans: dict[TreeConfig, TreePlan] = {}
 
@@ -32,7 +33,7 @@ class TritonAttention:
             if config not in plans:
                 plans[config] = make_plan(starts, ends, layout.suffix_mask, config=config, limit=limit)
             tensors = (q, k, v, k_pages, v_pages, tables, starts, ends)
-            return attend_tree(*tensors, config=config, plan=plans[config])
+            return attend_tree(*tensors, config=config, plan=plans[config], overlap=overlap)
 
         return attend
 
@@ -58,3 +59,8 @@ def processor_count(device: torch.device) -> int:
     if device.type == "cpu":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Return whether kernels can start before the one before ends (compute capability 9 and up)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.attention_tiles import LOG2_E, LOWEST, attend_prefix, finish
+from engine.kernels.attention_tiles import LOG2_E, LOWEST, attend_tiles, finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _prefill_kernel(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     stop = start + tl.minimum((first + BLOCK_M - 1) // GROUP_SIZE + 1, num_tokens)
-    state = attend_prefix(
+    state = attend_tiles(
         (acc, top, total),
         q,
         k_pages + tl.cast(head, tl.int64) * page_head,
@@ -160,6 +160,8 @@ def _prefill_kernel(
         (window_start + tl.zeros([BLOCK_M], tl.int32), tl.minimum(start + token + 1, stop)),
         (page_stride, page_token),
         scale,
+        None,
+        None,
         BLOCK_SIZE,
         BLOCK_N,
         1,

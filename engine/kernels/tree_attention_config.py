@@ -1,4 +1,4 @@
-"""The tiles, warps and shares of a tree attention launch, chosen by measurement on an H200.
+"""The tiles, warps and slots of a tree attention launch, chosen by measurement on an H200.
 
 The choice follows static shapes only, so that a captured graph keeps it; lengths are left to the plan.
 """
@@ -12,23 +12,31 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """block_m queries (nodes times the heads of a K/V head) by block_n prefix or block_s suffix keys per
-    step.
+    """block_m queries (nodes times the heads of a K/V head) by block_n keys per step.
 
     num_slices: 1, or num_warps where every warp takes its own keys of a tile, and the warps' sums meet at the
-    end only. max_registers: per thread, None for no bound. num_groups: shares of the keys, or 0 for one
-    program per row; min_share: tiles of a share at least.
+    end only. max_registers: per thread, None for no bound. num_slots: programs that run at once for one K/V
+    head and query block, or 0 for one program per row, uncut; min_tiles: of a unit of work at least;
+    idle_percent: the time of a unit that has the GPU to itself, of its time on a full GPU.
     """
 
     block_m: int
     block_n: int
-    block_s: int
     num_slices: int
     num_warps: int
     num_stages: int
     max_registers: int | None
-    num_groups: int
-    min_share: int
+    num_slots: int
+    min_tiles: int
+    idle_percent: int
+
+    def max_units(self, num_rows: int) -> int:
+        """Return a bound of the units of work of a plan."""
+        return num_rows + self.num_slots + self.num_slots // 2 if self.num_slots else num_rows
+
+    def max_cuts(self, num_rows: int) -> int:
+        """Return a bound of the rows that a plan cuts, each longer than half an equal share."""
+        return min(num_rows, 2 * self.num_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +70,19 @@ def choose_config(shape: TreeShape, num_processors: int) -> TreeConfig:
     block_n = 32 if is_wide else 64
     programs_per_processor = 1 if block_m == 128 or is_wide else 2
     num_lanes = shape.num_kv_heads * triton.cdiv(num_queries, block_m)
-    num_tiles = shape.num_rows * (triton.cdiv(shape.num_positions, block_n) + 1)
-    num_groups = min(max(1, programs_per_processor * num_processors // num_lanes), num_tiles)
+    num_slots = max(1, programs_per_processor * num_processors // num_lanes)
     if shape.num_positions <= 4 * block_n:
-        num_groups = 0
+        num_slots = 0
     return TreeConfig(
         block_m=block_m,
         block_n=block_n,
-        block_s=max(16 * num_slices, min(triton.next_power_of_2(shape.num_suffix), 32)),
         num_slices=num_slices,
         num_warps=num_warps,
         num_stages=2 if is_wide else 3 if block_m >= 64 else 4,
         max_registers=None,
-        num_groups=num_groups,
-        min_share=2,
+        num_slots=num_slots,
+        min_tiles=2,
+        idle_percent=100 if programs_per_processor == 1 else 55,
     )
 
 

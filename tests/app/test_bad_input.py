@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from app.tokenizer import Tokenizer
 from engine import CapacityError, EngineDeadError
 from tests.app.harness import MAX_MODEL_LEN, SpokenEngine, chat_body, completion_body
 
@@ -214,6 +215,14 @@ async def test_prompt_that_leaves_room_for_one_token_is_served(client: httpx.Asy
     body = completion_body(prompt=[5] * (MAX_MODEL_LEN - 1), max_tokens=1)
     response = await client.post(COMPLETIONS, json=body)
     assert response.json()["usage"]["completion_tokens"] == 1
+
+
+async def test_too_many_prompts_are_refused_before_they_are_tokenized(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("a prompt was tokenized"))
+    response = await client.post(COMPLETIONS, json=completion_body(prompt=["x"] * 10_000))
+    await expect_error(response, 400, "prompt")
 
 
 async def test_too_many_answers_in_one_call_are_refused(client: httpx.AsyncClient) -> None:

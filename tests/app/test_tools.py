@@ -292,3 +292,32 @@ async def test_tags_that_are_special_tokens_are_read_too(
         plain = (await client.post(CHAT, json=chat_body())).json()
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
     assert "tool_call" not in plain["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "{", "[" * 90_000, "[" * 990 + "]" * 990, '"\\ud800"', '{"a": "\\udfff"}', "5", '"text"', "NaN"],
+)
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_arguments_of_an_earlier_call_may_be_any_text(
+    tools_client: httpx.AsyncClient, client: httpx.AsyncClient, arguments: str, is_stream: bool
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "Hi"}]
+    for each in (client, tools_client):
+        response = await each.post(CHAT, json=chat_body(messages=messages, stream=is_stream))
+        assert response.status_code in (200, 400), response.text
+        if response.status_code == 400:
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("written", ['"\\ud800"', '{"a": "\\ud800"}', '"\\x"', '"\\u12"'])
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_model_may_write_any_arguments(
+    tools_client: httpx.AsyncClient, engine: SpokenEngine, written: str, is_stream: bool
+) -> None:
+    engine.text = f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>'
+    response = await tools_client.post(CHAT, json=chat_body(tools=TOOLS, stream=is_stream))
+    assert response.status_code == 200
+    assert "error" not in response.text
+    assert "tool_calls" in response.text

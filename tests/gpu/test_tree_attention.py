@@ -20,6 +20,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # The interpreter multiplies bfloat16 by its bits.
 DTYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if ON_GPU else [])
+OVERLAP = ON_GPU and torch.cuda.get_device_capability() >= (9, 0)
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 LENGTH = 1500 if ON_GPU else 150
 OUT_LIMIT, LSE_LIMIT = 1e-2, 1e-3
@@ -70,7 +71,7 @@ def solve(problem, config=None, **scales):
     plan = make_plan(*windows, layout.suffix_mask, config=config, limit=limit)
     lse = torch.full(problem.tensors[0].shape[:3], torch.nan, device=DEVICE)
     tensors = (*problem.tensors, layout.block_tables, *windows)
-    return attend_tree(*tensors, config=config, plan=plan, lse=lse, **scales), lse
+    return attend_tree(*tensors, config=config, plan=plan, lse=lse, overlap=OVERLAP, **scales), lse
 
 
 def distance(found, expected):
@@ -149,16 +150,17 @@ def test_a_window_that_all_nodes_share_by_stride():
     assert_right(replace(problem, layout=replace(layout, prefix_start=start, prefix_end=end)))
 
 
+# block_m, block_n, slices, warps, stages, registers, slots, min_tiles, idle_percent
 CONFIGS = [
-    TreeConfig(16, 64, 64, 4, 4, 4, None, num_groups=7, min_share=1),
-    TreeConfig(16, 32, 32, 2, 2, 3, None, num_groups=5, min_share=2),
-    TreeConfig(16, 64, 16, 1, 4, 3, None, num_groups=1, min_share=1),
-    TreeConfig(32, 64, 32, 1, 4, 3, None, num_groups=40, min_share=1),
-    TreeConfig(32, 128, 128, 8, 8, 2, None, num_groups=3, min_share=1),
-    TreeConfig(64, 64, 32, 1, 4, 2, None, num_groups=6, min_share=1),
-    TreeConfig(64, 64, 32, 1, 4, 2, None, num_groups=0, min_share=1),
-    TreeConfig(16, 64, 64, 4, 4, 2, None, num_groups=0, min_share=1),
-    TreeConfig(128, 64, 32, 1, 8, 2, None, num_groups=2, min_share=9),
+    TreeConfig(16, 64, 4, 4, 4, None, 7, 1, 55),
+    TreeConfig(16, 32, 2, 2, 3, None, 5, 2, 100),
+    TreeConfig(16, 64, 1, 4, 3, None, 1, 1, 55),
+    TreeConfig(32, 64, 1, 4, 3, None, 40, 1, 55),
+    TreeConfig(32, 128, 8, 8, 2, None, 3, 1, 55),
+    TreeConfig(64, 64, 1, 4, 2, 168, 6, 1, 55),
+    TreeConfig(64, 64, 1, 4, 2, None, 0, 1, 55),
+    TreeConfig(16, 64, 4, 4, 2, None, 0, 1, 55),
+    TreeConfig(128, 64, 1, 8, 2, None, 2, 9, 100),
 ]
 
 
