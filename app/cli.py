@@ -11,6 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.options import DTYPES, Commands, add_model, positive, positive_list
+from app.options_training import add_synth, add_train
+
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
@@ -45,42 +48,41 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     _add_eval(commands)
+    add_synth(commands)
+    add_train(commands)
     return parser
 
 
-_Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse gives the type no public name
-
-
-def _add_serve(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser("serve", help="start an OpenAI-compatible server on this machine")
     serve.set_defaults(module="app.cli_serve")
     serve.add_argument("--config", type=Path, metavar="FILE", help="YAML file; the flags below win over it")
-    _add_model(serve, model=None, draft=None)
+    add_model(serve, model=None, draft=None)
     serve.add_argument("--served-model-name", metavar="NAME", help="what clients ask for")
     serve.add_argument("--host", metavar="HOST")
     serve.add_argument("--port", type=int, metavar="PORT")
-    serve.add_argument("--dtype", choices=_DTYPES)
+    serve.add_argument("--dtype", choices=DTYPES)
     serve.add_argument("--speculation", metavar="MODE", help="auto, off, or one tree name")
-    serve.add_argument("--max-model-len", type=_positive, metavar="N", help="tokens of prompt and answer")
-    serve.add_argument("--max-num-seqs", type=_positive, metavar="N", help="answers in flight at once")
+    serve.add_argument("--max-model-len", type=positive, metavar="N", help="tokens of prompt and answer")
+    serve.add_argument("--max-num-seqs", type=positive, metavar="N", help="answers in flight at once")
 
 
-def _add_pull(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_pull(commands: Commands) -> None:
     pull = commands.add_parser("pull", help="fetch a model into the cache and print its folder")
     pull.set_defaults(module="app.cli_pull")
     pull.add_argument("model", help="an alias (smollm2), or hf://org/name")
 
 
-def _add_generate(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_generate(commands: Commands) -> None:
     generate = commands.add_parser("generate", help="answer one prompt on the terminal")
     generate.set_defaults(module="app.cli_generate")
     generate.add_argument("prompt")
-    _add_model(generate)
-    generate.add_argument("--max-tokens", type=_positive, default=256, metavar="N")
+    add_model(generate)
+    generate.add_argument("--max-tokens", type=positive, default=256, metavar="N")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P")
     generate.add_argument("--seed", type=int, metavar="SEED")
-    generate.add_argument("--dtype", choices=_DTYPES, default="auto")
+    generate.add_argument("--dtype", choices=DTYPES, default="auto")
     generate.add_argument("--speculation", default="auto", metavar="MODE", help="auto, off, or one tree name")
     generate.add_argument("--raw", action="store_true", help="continue the text itself: no chat template")
     generate.add_argument(
@@ -88,59 +90,32 @@ def _add_generate(commands: "_Commands[argparse.ArgumentParser]") -> None:
     )
 
 
-def _add_bench(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_bench(commands: Commands) -> None:
     bench = commands.add_parser("bench", help="measure speculation against plain decoding")
     bench.set_defaults(module="app.cli_bench")
-    _add_model(bench)
-    bench.add_argument("--batch", type=_positive_list, default=(1, 4), metavar="N,N", help="batch sizes")
-    bench.add_argument(
-        "--context", type=_positive, metavar="N", help="prompt tokens; without it as they come"
-    )
-    bench.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="tokens per answer")
-    bench.add_argument(
-        "--rounds", type=_positive, default=5, metavar="N", help="paired rounds per batch size"
-    )
+    add_model(bench)
+    bench.add_argument("--batch", type=positive_list, default=(1, 4), metavar="N,N", help="batch sizes")
+    bench.add_argument("--context", type=positive, metavar="N", help="prompt tokens; without it as they come")
+    bench.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens per answer")
+    bench.add_argument("--rounds", type=positive, default=5, metavar="N", help="paired rounds per batch size")
     bench.add_argument("--tree", default="auto", metavar="MODE", help="auto, or one tree name")
-    bench.add_argument("--dtype", choices=_DTYPES, default="auto")
+    bench.add_argument("--dtype", choices=DTYPES, default="auto")
     bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def _add_eval(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_eval(commands: Commands) -> None:
     evaluate = commands.add_parser("eval", help="measure how much of a draft the model accepts")
     evaluate.set_defaults(module="app.cli_eval")
-    _add_model(evaluate)
+    add_model(evaluate)
     evaluate.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE", help="JSONL with turns, prompt or messages"
     )
     evaluate.add_argument("--tree", default="auto", metavar="MODE", help="auto, or one tree name")
-    evaluate.add_argument("--max-tokens", type=_positive, default=128, metavar="N")
-    evaluate.add_argument("--limit", type=_positive, metavar="N", help="use the first N prompts")
-    evaluate.add_argument("--batch", type=_positive, default=8, metavar="N", help="answers in flight at once")
-    evaluate.add_argument("--dtype", choices=_DTYPES, default="auto")
+    evaluate.add_argument("--max-tokens", type=positive, default=128, metavar="N")
+    evaluate.add_argument("--limit", type=positive, metavar="N", help="use the first N prompts")
+    evaluate.add_argument("--batch", type=positive, default=8, metavar="N", help="answers in flight at once")
+    evaluate.add_argument("--dtype", choices=DTYPES, default="auto")
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def _add_model(
-    parser: argparse.ArgumentParser, model: str | None = "smollm2", draft: str | None = "auto"
-) -> None:
-    parser.add_argument("--model", default=model, metavar="M", help="an alias, a folder, or hf://org/name")
-    parser.add_argument(
-        "--draft", default=draft, metavar="D", help="a folder, auto (the one shipped for the model) or none"
-    )
-
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return value
-
-
-def _positive_list(text: str) -> tuple[int, ...]:
-    return tuple(_positive(item) for item in text.split(","))
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ from app.config import EngineSection
 from app.evaluation import Evaluation, evaluate
 from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
-from app.prompt_file import read_prompts
+from app.prompt_file import read_chats
 from engine import EngineFacts
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Answer the prompts and write what was accepted."""
-    chats = read_prompts(options.prompts, options.limit)
+    chats = read_chats(options.prompts, options.limit)
     model = LocalModel.open(
         options.model,
         options.draft,
         EngineSection(dtype=options.dtype, max_num_seqs=options.batch, max_num_waiting=len(chats)),
     )
-    prompts = [model.encode_chat(chat) for chat in chats]
+    prompts = [model.encode_chat(chat.messages[:1]) for chat in chats]
     engine = model.engine()
     check_length(max(map(len, prompts)), options.max_tokens, engine.facts.max_model_len)
     evaluation = evaluate(engine, prompts, options.tree, options.max_tokens)

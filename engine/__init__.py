@@ -17,6 +17,7 @@ from engine.errors import (
     ModelLoadError,
     RequestError,
     StepError,
+    TrainingError,
 )
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
@@ -48,6 +49,7 @@ __all__ = [
     "SpeculationConfig",
     "StepError",
     "StopStrings",
+    "TrainingError",
     "pull",
     "resolve_model",
 ]
