@@ -50,8 +50,10 @@ class TrainingConfig:
         for name in ("num_steps", "batch_rows", "log_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if not (0 < self.learning_rate < math.inf and 0 < self.max_grad_norm < math.inf):
-            raise ConfigError("learning_rate and max_grad_norm must be positive numbers")
+        if not 0.0 < self.learning_rate <= 1.0:
+            raise ConfigError(f"learning_rate must lie in (0, 1], found {self.learning_rate}")
+        if not 0.0 < self.max_grad_norm < math.inf:
+            raise ConfigError(f"max_grad_norm must be a positive number, found {self.max_grad_norm}")
         if min(self.warmup_steps, self.final_share, self.weight_decay) < 0:
             raise ConfigError("warmup_steps, final_share and weight_decay must be 0 or more")
 
