@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.options import DTYPES, Commands, add_model, positive, positive_list
-from app.options_training import add_synth, add_train
+from app.options_training import add_eval, add_synth, add_train
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pull(commands)
     _add_generate(commands)
     _add_bench(commands)
-    _add_eval(commands)
+    add_eval(commands)
     add_synth(commands)
     add_train(commands)
     return parser
@@ -101,21 +101,6 @@ def _add_bench(commands: Commands) -> None:
     bench.add_argument("--tree", default="auto", metavar="MODE", help="auto, or one tree name")
     bench.add_argument("--dtype", choices=DTYPES, default="auto")
     bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def _add_eval(commands: Commands) -> None:
-    evaluate = commands.add_parser("eval", help="measure how much of a draft the model accepts")
-    evaluate.set_defaults(module="app.cli_eval")
-    add_model(evaluate)
-    evaluate.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE", help="JSONL with turns, prompt or messages"
-    )
-    evaluate.add_argument("--tree", default="auto", metavar="MODE", help="auto, or one tree name")
-    evaluate.add_argument("--max-tokens", type=positive, default=128, metavar="N")
-    evaluate.add_argument("--limit", type=positive, metavar="N", help="use the first N prompts")
-    evaluate.add_argument("--batch", type=positive, default=8, metavar="N", help="answers in flight at once")
-    evaluate.add_argument("--dtype", choices=DTYPES, default="auto")
-    evaluate.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 if __name__ == "__main__":

@@ -45,3 +45,8 @@ def natural(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, found {text}")
     return value
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return names separated by commas."""
+    return tuple(item.strip() for item in text.split(","))

@@ -1,4 +1,4 @@
-"""The arguments of the commands that make a draft: `synth`, `train` and `draft`.
+"""The arguments of the commands that make and measure a draft.
 
 What they do is left to their `cli_` modules.
 """
@@ -6,7 +6,7 @@ What they do is left to their `cli_` modules.
 import argparse
 from pathlib import Path
 
-from app.options import DTYPES, Commands, natural, non_negative_floats, positive
+from app.options import DTYPES, Commands, add_model, names, natural, non_negative_floats, positive
 
 
 def add_synth(commands: Commands) -> None:
@@ -30,6 +30,36 @@ def add_synth(commands: Commands) -> None:
     synth.add_argument("--batch", type=positive, default=32, metavar="N", help="dialogues in flight at once")
     synth.add_argument("--wave", type=positive, default=1024, metavar="N", help="dialogues per shard")
     synth.add_argument("--max-seconds", type=positive, metavar="S", help="stop after the wave then running")
+
+
+def add_eval(commands: Commands) -> None:
+    """Add `eyas eval`."""
+    evaluate = commands.add_parser("eval", help="measure how much of a draft the model accepts")
+    evaluate.set_defaults(module="app.cli_eval")
+    add_model(evaluate)
+    evaluate.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE", help="JSONL with turns, prompt or messages"
+    )
+    evaluate.add_argument("--turns", type=positive, metavar="N", help="answer N turns of a chat (all)")
+    evaluate.add_argument("--tree", default="auto", metavar="MODE", help="what the engine runs")
+    evaluate.add_argument(
+        "--trees",
+        type=names,
+        metavar="T,T",
+        help="trees to measure: chain-K, tree-N",
+    )
+    evaluate.add_argument(
+        "--temperatures", type=non_negative_floats, default=(0.0,), metavar="T,T", help="0 is greedy"
+    )
+    evaluate.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    evaluate.add_argument("--seed", type=natural, default=0, metavar="SEED")
+    evaluate.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="per turn")
+    evaluate.add_argument("--limit", type=positive, metavar="N", help="use the first N prompts")
+    evaluate.add_argument("--batch", type=positive, default=8, metavar="N", help="answers in flight at once")
+    evaluate.add_argument("--dtype", choices=DTYPES, default="auto")
+    evaluate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    evaluate.add_argument("--profile", type=Path, metavar="FILE", help="write the acceptance profile")
+    evaluate.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def add_train(commands: Commands) -> None:

@@ -44,12 +44,14 @@ class Span:
     """`given` tokens, then what the target writes by `sampling` until it stops.
 
     A span that is no answer is a turn of the user that the target invents; one that does not stop is dropped
-    and ends its dialogue.
+    and ends its dialogue. A span that `follows_cut` also begins after an answer that did not stop, or not as
+    the turns of this template do; for training data, nothing follows such an answer.
     """
 
     given: tuple[int, ...]
     is_answer: bool
     sampling: SamplingParams
+    follows_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,10 @@ class _Draft:
         span = self.spans[self.span_idx]
         given = span.given
         if self.is_answer and self.is_answer[-1]:
-            if self.token_ids[-1] != given[0]:
-                return None  # it ended in another way than a turn of this template does
-            given = given[1:]
+            if self.token_ids[-1] == given[0]:
+                given = given[1:]
+            elif not span.follows_cut:
+                return None
         room = max_length - len(self.token_ids) - len(given)
         if room < _MIN_ROOM:
             return None
@@ -98,7 +101,7 @@ class _Draft:
         return Request(name, tuple(self.token_ids), sampling)
 
     def end_span(self, delta: SequenceDelta) -> bool:
-        """Take over what the running span wrote; return whether the dialogue goes on."""
+        """Take over what the running span wrote; return whether another may follow."""
         span, written = self.spans[self.span_idx], tuple(self.written)
         self.written.clear()
         self.span_idx += 1
@@ -106,7 +109,7 @@ class _Draft:
         if span.is_answer:
             self._append(written, is_answer=True)
             self.answers.append(Answer(written, delta.num_calls))
-            return has_stopped
+            return True
         self._append(written[:-1], is_answer=False)  # the next span is given the end of this turn
         return has_stopped and len(written) > 1
 

@@ -45,8 +45,15 @@ DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
     "app.cli": ("engine.training", "ops"),
     # They drive the making of drafts, of which a server needs nothing.
     **dict.fromkeys(
-        ("app.cli_train", "app.cli_synth", "app.training_data", "app.chat_tokens"),
-        ("engine.training", "engine.model.config", "engine.weights.digest"),
+        (
+            "app.cli_train",
+            "app.cli_synth",
+            "app.cli_eval",
+            "app.evaluation",
+            "app.training_data",
+            "app.chat_tokens",
+        ),
+        ("engine.training", "engine.draft", "engine.tree", "engine.model.config", "engine.weights.digest"),
     ),
     # Measures single parts.
     "benchmarks": ("engine",),

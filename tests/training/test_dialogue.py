@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -63,6 +65,11 @@ def test_an_answer_that_ends_in_another_way_than_the_frame_ends_the_dialogue(eng
     assert len(dialogue.answers) == 1
     (cut,) = write(engine, [answer(prompt, max_tokens=3), answer((stop, 40))])
     assert len(cut.answers) == 1, "an answer cut by length has no next turn"
+    second = dataclasses.replace(answer((stop, 40)), follows_cut=True)
+    (kept,) = write(engine, [answer(prompt, max_tokens=3), second])
+    history = (*prompt, *kept.answers[0].token_ids, stop, 40)
+    assert kept.token_ids == (*history, *kept.answers[1].token_ids)
+    assert kept.is_answer[len(history) - 2 : len(history) + 1] == (False, False, True)
 
 
 def test_an_invented_turn_ends_with_its_frame_and_is_no_answer(engine):
