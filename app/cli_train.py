@@ -13,13 +13,16 @@ import torch
 from app.prompt_file import read_chats
 from app.training_data import chat_tokens, check_same_kind, plan_of_chats, synthesize, write_answered
 from engine import ConfigError, EngineConfig, resolve_model
+from engine.draft.loader import MANIFEST
 from engine.model.config import ModelConfig
+from engine.training.checkpoint import last_step
 from engine.training.losses import LossWeights
 from engine.training.online import Objective
-from engine.training.run import DRAFT_FOLDER, HeadSettings, HeldOutMeasure, RunSettings, TrainingRun
+from engine.training.run import DRAFT_FOLDER, HeadSettings, RunSettings, TrainingRun
 from engine.training.synth import SynthSettings
 from engine.training.trainer import TrainingConfig
 from engine.weights.digest import file_digest
+from engine.weights.json_object import read_json_object
 
 DATA_FOLDER = "data"
 
@@ -32,15 +35,25 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     if not options.data.is_dir() and not prepare_file(options, model, settings):
         out.write("stopped while the model wrote answers; run again to go on\n")
         return 0
-    training = TrainingRun(settings)
-    is_done = training.train(max_seconds)
-    if not is_done:
-        out.write(f"stopped after step {training.step} of {options.steps}; run again to go on\n")
-        return 0
-    measured = training.finish()
-    assert measured is not None, "a process alone is the first"
-    out.write(report(settings, measured))
+    train(settings, options.workers, max_seconds)
+    step = last_step(settings.folder)
+    if step < options.steps:
+        out.write(f"stopped after step {step} of {options.steps}; run again to go on\n")
+    else:
+        out.write(report(settings.folder / DRAFT_FOLDER))
     return 0
+
+
+def train(settings: RunSettings, num_workers: int, max_seconds: float) -> None:
+    """Train to the end or until time is up, in this process or in several."""
+    if num_workers > 1:
+        try:
+            from app.train_workers import train_with_workers
+        except ImportError as error:
+            raise ConfigError("more than one worker needs Ray Train: pip install 'eyas[train]'") from error
+        train_with_workers(settings, num_workers, max_seconds)
+    else:
+        TrainingRun(settings).run(max_seconds)
 
 
 def prepare_file(options: argparse.Namespace, model: Path, settings: RunSettings) -> bool:
@@ -122,11 +135,12 @@ def read_objective(options: argparse.Namespace) -> Objective:
     )
 
 
-def report(settings: RunSettings, measured: HeldOutMeasure) -> str:
-    """Return what the trained head accepts, for a reader."""
-    lines = [f"draft: {settings.folder / DRAFT_FOLDER}", f"measured on {measured.num_answers} known answers"]
-    lines += [f"{name}: {value:.3f} tokens per call" for name, value in measured.tokens_per_call]
+def report(draft: Path) -> str:
+    """Return what the trained head of a draft folder accepts, for a reader."""
+    manifest = read_json_object(draft / MANIFEST)
+    lines = [f"draft: {draft}", f"on {manifest['measured_on']}:"]
+    lines += [f"{name}: {value:.3f} tokens per call" for name, value in manifest["measured"].items()]
     lines.append("depth  top-1  any rank")
-    for depth, row in enumerate(measured.profile.probabilities, start=1):
+    for depth, row in enumerate(manifest["acceptance_profile"]["probabilities"], start=1):
         lines.append(f"{depth:>5}  {row[0]:.3f}  {sum(row):.3f}")
     return "\n".join([*lines, ""])

@@ -25,6 +25,12 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob(_PATTERN))
 
 
+def last_step(folder: Path) -> int:
+    """Return the steps that the newest checkpoint has seen; 0 without one."""
+    paths = checkpoint_paths(folder)
+    return int(paths[-1].stem.removeprefix("checkpoint-")) if paths else 0
+
+
 def save_checkpoint(
     folder: Path,
     step: int,

@@ -98,7 +98,7 @@ class HeldOutMeasure:
 
 
 class TrainingRun:
-    """Everything of one run in this process. `train` may be called again until it says that it is done."""
+    """Everything of one run in this process, ready to go on from the newest checkpoint."""
 
     def __init__(self, settings: RunSettings, ranks: Ranks = ALONE) -> None:
         engine_config = EngineConfig(
@@ -131,19 +131,16 @@ class TrainingRun:
             self._target, self._head, rows, settings.training, settings.folder, origin, ranks
         )
 
-    @property
-    def step(self) -> int:
-        """The number of steps done."""
-        return self._trainer.step
+    def run(self, max_seconds: float = math.inf) -> None:
+        """Train to the end, or save and stop after `max_seconds`; at the end write the draft folder.
 
-    def train(self, max_seconds: float = math.inf) -> bool:
-        """Train to the end, or for `max_seconds`; return whether the end was reached."""
-        return self._trainer.train(max_seconds)
+        Files are written by the first process.
+        """
+        if self._trainer.train(max_seconds) and self._ranks.is_first:
+            self._write_draft()
 
-    def finish(self) -> HeldOutMeasure | None:
-        """Measure the head and write the draft folder; None in processes other than the first."""
-        if not self._ranks.is_first:
-            return None
+    def _write_draft(self) -> None:
+        """Measure the head and write it with its trees and where it comes from."""
         is_held_out = bool(self._held_out.is_answer.any())
         data = (self._held_out if is_held_out else self._train_data).clip(self.settings.row_length)
         data = data.select(torch.arange(data.num_conversations) < _MAX_MEASURED)
@@ -156,7 +153,6 @@ class TrainingRun:
         }
         trees = library_json(TreeLibrary.search(profile.probabilities))
         save_draft(self._head, self.settings.folder / DRAFT_FOLDER, manifest, trees)
-        return measured
 
     def _manifest(self) -> dict[str, object]:
         """Return where the head comes from."""
@@ -169,7 +165,7 @@ class TrainingRun:
                 "row_length": settings.row_length,
                 "num_conversations": self._train_data.num_conversations,
                 "num_unique_tokens": self._train_data.token_ids.numel(),
-                "num_trained_tokens": self.step * training.batch_rows * settings.row_length,
+                "num_trained_tokens": self._trainer.step * training.batch_rows * settings.row_length,
                 "draft_vocab_coverage": round(self._coverage, 4),
             },
         }

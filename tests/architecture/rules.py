@@ -52,8 +52,9 @@ DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
             "app.evaluation",
             "app.training_data",
             "app.chat_tokens",
+            "app.train_workers",
         ),
-        ("engine.training", "engine.draft", "engine.tree", "engine.model.config", "engine.weights.digest"),
+        ("engine.training", "engine.draft", "engine.tree", "engine.model.config", "engine.weights"),
     ),
     # Measures single parts.
     "benchmarks": ("engine",),
@@ -107,6 +108,7 @@ LIBRARY_MODULES = ("engine.kernels", "engine.attention.triton", "engine.attentio
 # Modules outside `engine` that may import inside functions, and why.
 LAZY_IMPORTERS: dict[str, str] = {
     "app.cli": "a command loads only what it runs: help and bench must not wait for Ray",
+    "app.cli_train": "several workers need Ray Train, which is an extra and takes seconds to import",
     "app.cli_serve": "a bad configuration and a taken port are told before Ray starts, which takes seconds",
 }
 
