@@ -91,7 +91,8 @@ class OnlineDistillation:
     @torch.no_grad()
     def _teach(self, tokens: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the target's (hidden [T, H], p over the draft vocabulary [T + S, Vd], features [T, F])."""
-        output = self.target(tokens.token_ids, tokens.positions, attend_documents(tokens.documents))
+        attend = attend_documents(tokens.documents, self.target.config.num_kv_heads)
+        output = self.target(tokens.token_ids, tokens.positions, attend)
         teacher = F.linear(output.hidden, self.head.head_rows).float().softmax(-1).to(output.hidden.dtype)
         # Rows past the end are never trained; padding makes the teacher of a step a view.
         return output.hidden, F.pad(teacher, (0, 0, 0, self.objective.unroll_steps)), output.features

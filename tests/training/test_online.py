@@ -43,7 +43,9 @@ def plain_teacher(target, head, ids):
     """Return (hidden after the final norm, p over the draft vocabulary) at every position."""
     positions = torch.arange(len(ids))
     documents = Documents(torch.tensor([0, len(ids)]), len(ids))
-    hidden = target(torch.tensor(ids), positions, attend_documents(documents)).hidden
+    hidden = target(
+        torch.tensor(ids), positions, attend_documents(documents, target.config.num_kv_heads)
+    ).hidden
     logits = target.logits(hidden)[:, head.target_ids]
     return hidden, logits.softmax(-1)
 
