@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.options import DTYPES, Commands, add_model, positive, positive_list
-from app.options_training import add_eval, add_synth, add_train
+from app.options_training import add_draft, add_eval, add_synth, add_train
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add_eval(commands)
     add_synth(commands)
     add_train(commands)
+    add_draft(commands)
     return parser
 
 

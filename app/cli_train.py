@@ -14,7 +14,6 @@ from app.prompt_file import read_chats
 from app.training_data import chat_tokens, check_same_kind, plan_of_chats, synthesize, write_answered
 from engine import ConfigError, EngineConfig, resolve_model
 from engine.draft.loader import MANIFEST
-from engine.model.config import ModelConfig
 from engine.training.checkpoint import last_step
 from engine.training.losses import LossWeights
 from engine.training.online import Objective
@@ -92,13 +91,12 @@ def read_settings(options: argparse.Namespace, model: Path) -> RunSettings:
         log_every=options.log_every,
         checkpoint_every=options.checkpoint_every,
     )
-    is_eagle1 = options.head == "eagle1"
-    num_layers = ModelConfig.load(model).num_layers
     head = HeadSettings(
+        style=options.head,
         num_layers=options.layers,
-        taps=(num_layers,) if is_eagle1 else None,
+        taps=options.taps,
         vocab_size=options.draft_vocab,
-        is_feedback_normed=options.feedback == "normed",
+        is_feedback_normed=None if options.feedback is None else options.feedback == "normed",
     )
     if not options.data.exists():
         raise ConfigError(f"data must be a JSONL file or a folder of shards, found no {options.data}")

@@ -47,6 +47,10 @@ def natural(text: str) -> int:
     return value
 
 
+def natural_list(text: str) -> tuple[int, ...]:
+    return tuple(natural(item) for item in text.split(","))
+
+
 def names(text: str) -> tuple[str, ...]:
     """Return names separated by commas."""
     return tuple(item.strip() for item in text.split(","))

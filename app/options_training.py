@@ -6,7 +6,16 @@ What they do is left to their `cli_` modules.
 import argparse
 from pathlib import Path
 
-from app.options import DTYPES, Commands, add_model, names, natural, non_negative_floats, positive
+from app.options import (
+    DTYPES,
+    Commands,
+    add_model,
+    names,
+    natural,
+    natural_list,
+    non_negative_floats,
+    positive,
+)
 
 
 def add_synth(commands: Commands) -> None:
@@ -110,11 +119,9 @@ def _add_head(train: argparse.ArgumentParser) -> None:
     head.add_argument(
         "--draft-vocab", type=positive, metavar="N", help="draft over the N most frequent tokens"
     )
+    head.add_argument("--taps", type=natural_list, metavar="N,N", help="read the target after these layers")
     head.add_argument(
-        "--feedback",
-        choices=("normed", "raw"),
-        default="normed",
-        help="the state that the next draft step reads: after or before the final norm",
+        "--feedback", choices=("normed", "raw"), help="eagle3: what the next draft step reads (normed)"
     )
 
 
@@ -144,3 +151,26 @@ def _add_objective(train: argparse.ArgumentParser) -> None:
         "--step-decay", type=float, default=0.9, metavar="D", help="weight of draft step s: D^s"
     )
     objective.add_argument("--feature-noise", type=float, metavar="U", help="0.0; 0.1 of the features' size")
+
+
+def add_draft(commands: Commands) -> None:
+    """Add `eyas draft`."""
+    draft = commands.add_parser("draft", help="import, export and quantize drafts")
+    draft.set_defaults(module="app.cli_draft")
+    actions = draft.add_subparsers(required=True, metavar="ACTION", dest="action")
+    importing = actions.add_parser("import", help="make a draft of a head of EAGLE-1, EAGLE-3 or speculators")
+    exporting = actions.add_parser("export", help="write a draft as a checkpoint of another project")
+    for action, source in ((importing, "CHECKPOINT"), (exporting, "DRAFT")):
+        action.add_argument("source", type=Path, metavar=source, help="a folder")
+        action.add_argument("--model", required=True, metavar="M", help="the model that the head is for")
+        action.add_argument("--out", type=Path, required=True, metavar="DIR")
+    importing.add_argument(
+        "--tap-convention",
+        choices=("inputs", "outputs"),
+        default="inputs",
+        help="the checkpoint's list of taps counts states that enter layers, or that leave them",
+    )
+    exporting.add_argument("--format", choices=("eagle1", "eagle3", "speculators"), required=True)
+    exporting.add_argument(
+        "--num-drafts", type=positive, default=3, metavar="N", help="what the config proposes"
+    )

@@ -3,7 +3,7 @@
 What the rows are and when to draft is left to the runner; judging the drafts to `sampling/verify`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles
 from engine.sampling.sampler import sample_children
@@ -69,7 +69,7 @@ class Drafter:
     feature.
     """
 
-    def __init__(self, head: DraftHead, pool: KVPool, backend: AttentionBackend, block_size: int) -> None:
+    def __init__(self, head: DraftNetwork, pool: KVPool, backend: AttentionBackend, block_size: int) -> None:
         self.head = head
         self.pool = pool
         self.backend = backend
@@ -77,7 +77,7 @@ class Drafter:
 
     def fill(self, window: AlignWindow) -> None:
         """Cache the pending pairs of `window`."""
-        self._align(window)
+        self._align(self._drop_first_pair(window))
 
     def draft(
         self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
@@ -85,6 +85,7 @@ class Drafter:
         """Fill the tree of each row: `mode` "greedy" takes the best children, "sampled" draws without
         replacement.
         """
+        window = self._drop_first_pair(window)
         feature, hidden = self._align(window)
         expansion = _Expansion(self, window, tree, mode, noise, vocab_size)
         root = torch.zeros_like(window.positions[:, -1:])
@@ -94,6 +95,18 @@ class Drafter:
             if depth < tree.depth:
                 expansion.run(nodes, depth)
         return expansion.output()
+
+    def _drop_first_pair(self, window: AlignWindow) -> AlignWindow:
+        """Hide position 0 from a head that was trained without a pair there."""
+        if self.head.config.has_first_pair:
+            return window
+        start = window.prefix_start.clamp(min=1)
+        return replace(
+            window,
+            is_pending=window.is_pending & (window.positions > 0),
+            prefix_start=start,
+            prefix_end=torch.maximum(window.prefix_end, start),
+        )
 
     def _align(self, window: AlignWindow) -> tuple[Tensor, Tensor]:
         """Run the window's pairs and store the pending ones; return (feature [B, A, H], hidden [B, A, H])."""

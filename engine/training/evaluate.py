@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.model.llama import LlamaForCausalLM
 from engine.training.dataset import Conversations
 from engine.training.packed_attention import Documents, attend_documents
@@ -84,7 +84,7 @@ def count_calls(ranks: Sequence[Sequence[int]], topology: TreeTopology) -> int:
 @torch.no_grad()
 def measure_ranks(
     target: LlamaForCausalLM,
-    head: DraftHead,
+    head: DraftNetwork,
     conversations: Conversations,
     depth: int,
     batch_tokens: int = 16384,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.errors import ConfigError
 from engine.model.llama import LlamaForCausalLM
 from engine.training.losses import LossWeights, distill_logits, smooth_l1
@@ -48,7 +48,7 @@ class Objective:
 class OnlineDistillation:
     """The loss of `head`, already bound to `target`, on batches of packed tokens."""
 
-    def __init__(self, target: LlamaForCausalLM, head: DraftHead, objective: Objective) -> None:
+    def __init__(self, target: LlamaForCausalLM, head: DraftNetwork, objective: Objective) -> None:
         if target.taps != head.config.taps:
             raise ConfigError(f"the target taps {target.taps}, the head reads {head.config.taps}")
         self.target = target.requires_grad_(requires_grad=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from engine.draft.head import DraftHead
 from engine.draft.loader import load_draft
+from engine.draft.network import DraftNetwork
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.worker import load_target
@@ -23,7 +23,7 @@ class NetworkPair:
     """Both networks on one device in one dtype; `head` is bound to `target`."""
 
     target: LlamaForCausalLM
-    head: DraftHead
+    head: DraftNetwork
 
     @staticmethod
     def load(

@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 from engine.config import DTypeName, EngineConfig
-from engine.draft.config import DraftConfig
-from engine.draft.head import DraftHead
+from engine.draft.config import DraftConfig, HeadStyle
 from engine.draft.loader import save_draft
+from engine.draft.network import DraftNetwork
 from engine.errors import ConfigError, ModelLoadError
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
@@ -47,12 +47,16 @@ _MAX_MEASURED = 256  # conversations
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """The shape of a new head. `vocab_size` None: all of a small vocabulary, a quarter of a large one."""
+    """The shape of a new head. None leaves a choice to the style.
 
+    `vocab_size` None: all of a small vocabulary, a quarter of a large one.
+    """
+
+    style: HeadStyle = "eagle3"
     num_layers: int = 2
     taps: tuple[int, ...] | None = None
     vocab_size: int | None = None
-    is_feedback_normed: bool = True
+    is_feedback_normed: bool | None = None
 
     def draft_vocab_size(self, target_vocab_size: int) -> int:
         """Return the number of tokens that the head drafts over."""
@@ -171,7 +175,7 @@ class TrainingRun:
         }
 
 
-def measure_held_out(target: LlamaForCausalLM, head: DraftHead, data: Conversations) -> HeldOutMeasure:
+def measure_held_out(target: LlamaForCausalLM, head: DraftNetwork, data: Conversations) -> HeldOutMeasure:
     """Return what `head` would accept of the answers in `data`, which have to fit the rotary table."""
     answers = measure_ranks(target, head, data, _PROFILE_DEPTH)
     num_ranks = min(_PROFILE_RANKS, head.config.draft_vocab_size)
@@ -206,9 +210,13 @@ def _load_data(settings: RunSettings, model: ModelConfig) -> tuple[Conversations
 
 def _head_config(settings: HeadSettings, model: ModelConfig, model_digest: str) -> DraftConfig:
     vocab_size = settings.draft_vocab_size(model.vocab_size)
-    config = default_config(model, vocab_size, settings.num_layers, model_digest)
-    taps = config.taps if settings.taps is None else settings.taps
-    return dataclasses.replace(config, taps=taps, is_feedback_normed=settings.is_feedback_normed)
+    config = default_config(model, vocab_size, settings.num_layers, model_digest, settings.style)
+    is_normed = settings.is_feedback_normed
+    return dataclasses.replace(
+        config,
+        taps=config.taps if settings.taps is None else settings.taps,
+        is_feedback_normed=config.is_feedback_normed if is_normed is None else is_normed,
+    )
 
 
 def _choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:

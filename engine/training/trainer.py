@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.errors import ConfigError, TrainingError
 from engine.model.llama import LlamaForCausalLM
 from engine.training.checkpoint import checkpoint_paths, load_checkpoint, save_checkpoint
@@ -91,7 +91,7 @@ class Trainer:
     def __init__(
         self,
         target: LlamaForCausalLM,
-        head: DraftHead,
+        head: DraftNetwork,
         rows: PackedRows,
         config: TrainingConfig,
         folder: Path,

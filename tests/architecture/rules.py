@@ -47,6 +47,7 @@ DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "app.cli_train",
+            "app.cli_draft",
             "app.cli_synth",
             "app.cli_eval",
             "app.evaluation",
