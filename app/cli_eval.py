@@ -14,12 +14,13 @@ from typing import Any, TextIO
 import torch
 
 from app.chat_tokens import ChatTokens
-from app.config import EngineSection
+from app.config import EngineSection, SpeculationSection
 from app.evaluation import Answers, Evaluation, Question, TreeMeasure, answer, evaluate
 from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
 from app.prompt_file import Chat, read_chats
 from engine import ConfigError, EngineFacts, SamplingParams
+from engine.config import DraftMode
 from engine.draft.loader import load_draft
 from engine.training.evaluate import AcceptanceProfile
 from engine.training.pair import NetworkPair
@@ -32,11 +33,7 @@ CHAINS = ("chain-3", "chain-5", "chain-7")
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Answer the prompts at every temperature, measure the trees on the answers, and write what came out."""
     chats = read_chats(options.prompts, options.limit)
-    model = LocalModel.open(
-        options.model,
-        options.draft,
-        EngineSection(dtype=options.dtype, max_num_seqs=options.batch, device=options.device),
-    )
+    model = open_model(options, options.draft, options.draft_mode)
     draft = model.config.draft
     if draft is None:
         raise ConfigError("eval measures a draft, and this model has none: name a folder with --draft")
@@ -49,6 +46,17 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     evaluations = [evaluation for evaluation, _ in results]
     out.write((_json_report if options.json else text_report)(facts, len(chats), evaluations))
     return 0
+
+
+def open_model(options: argparse.Namespace, draft: str, draft_mode: DraftMode = "greedy") -> LocalModel:
+    """Return the model of the options with a draft."""
+    sizes = EngineSection(
+        dtype=options.dtype,
+        device=options.device,
+        max_num_seqs=options.batch,
+        speculation=SpeculationSection(draft_mode=draft_mode),
+    )
+    return LocalModel.open(options.model, draft, sizes)
 
 
 def answer_all(

@@ -46,29 +46,37 @@ def add_eval(commands: Commands) -> None:
     evaluate = commands.add_parser("eval", help="measure how much of a draft the model accepts")
     evaluate.set_defaults(module="app.cli_eval")
     add_model(evaluate)
+    add_questions(evaluate)
     evaluate.add_argument(
+        "--draft-mode", choices=("greedy", "sampled"), default="greedy", help="how the engine picks drafts"
+    )
+    evaluate.add_argument("--profile", type=Path, metavar="FILE", help="write the acceptance profile")
+    evaluate.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def add_questions(parser: argparse.ArgumentParser) -> None:
+    """Add what to answer, and how, where acceptance is measured."""
+    parser.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE", help="JSONL with turns, prompt or messages"
     )
-    evaluate.add_argument("--turns", type=positive, metavar="N", help="answer N turns of a chat (all)")
-    evaluate.add_argument("--tree", default="auto", metavar="MODE", help="what the engine runs")
-    evaluate.add_argument(
+    parser.add_argument("--turns", type=positive, metavar="N", help="answer N turns of a chat (all)")
+    parser.add_argument("--tree", default="auto", metavar="MODE", help="what the engine runs")
+    parser.add_argument(
         "--trees",
         type=names,
         metavar="T,T",
         help="trees to measure: chain-K, tree-N",
     )
-    evaluate.add_argument(
+    parser.add_argument(
         "--temperatures", type=non_negative_floats, default=(0.0,), metavar="T,T", help="0 is greedy"
     )
-    evaluate.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    evaluate.add_argument("--seed", type=natural, default=0, metavar="SEED")
-    evaluate.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="per turn")
-    evaluate.add_argument("--limit", type=positive, metavar="N", help="use the first N prompts")
-    evaluate.add_argument("--batch", type=positive, default=8, metavar="N", help="answers in flight at once")
-    evaluate.add_argument("--dtype", choices=DTYPES, default="auto")
-    evaluate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    evaluate.add_argument("--profile", type=Path, metavar="FILE", help="write the acceptance profile")
-    evaluate.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--seed", type=natural, default=0, metavar="SEED")
+    parser.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="per turn")
+    parser.add_argument("--limit", type=positive, metavar="N", help="use the first N prompts")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="answers in flight at once")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 def add_train(commands: Commands) -> None:
@@ -164,6 +172,14 @@ def add_draft(commands: Commands) -> None:
         action.add_argument("source", type=Path, metavar=source, help="a folder")
         action.add_argument("--model", required=True, metavar="M", help="the model that the head is for")
         action.add_argument("--out", type=Path, required=True, metavar="DIR")
+    quantizing = actions.add_parser("quantize", help="write a smaller copy of a draft, and what that costs")
+    quantizing.add_argument("source", type=Path, metavar="DRAFT", help="a folder")
+    quantizing.add_argument("--model", required=True, metavar="M", help="the model that the head is for")
+    quantizing.add_argument("--out", type=Path, required=True, metavar="DIR")
+    quantizing.add_argument("--precision", choices=("int4", "fp8"), default="int4")
+    quantizing.add_argument("--group-size", type=positive, default=64, metavar="N", help="weights per scale")
+    quantizing.add_argument("--head", action="store_true", help="quantize the output rows as well")
+    add_questions(quantizing)
     importing.add_argument(
         "--tap-convention",
         choices=("inputs", "outputs"),
@@ -171,6 +187,4 @@ def add_draft(commands: Commands) -> None:
         help="the checkpoint's list of taps counts states that enter layers, or that leave them",
     )
     exporting.add_argument("--format", choices=("eagle1", "eagle3", "speculators"), required=True)
-    exporting.add_argument(
-        "--num-drafts", type=positive, default=3, metavar="N", help="what the config proposes"
-    )
+    exporting.add_argument("--num-drafts", type=positive, default=3, metavar="N", help="drafts per call")

@@ -4,6 +4,7 @@ What the tensors mean is left to `head`; whether they fit a target to `DraftConf
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.draft.config import DraftConfig
 from engine.draft.config_file import load_config, save_config
 from engine.draft.network import DraftNetwork, create_network
+from engine.draft.quantize import DequantizedSource
 from engine.errors import DraftMismatchError, ModelLoadError
 from engine.weights.digest import file_digest
 from engine.weights.json_object import read_json_object
@@ -45,7 +47,8 @@ class LoadedDraft:
     ) -> DraftNetwork:
         """Return the network on `device`, bound to the target's embedding and output head, both [V, H]."""
         network = create_network(self.config, num_positions=num_positions, dtype=dtype).to(device)
-        load_into(network, SafetensorsFile(self.folder / WEIGHTS), identity_mapping(network.state_dict()))
+        source = DequantizedSource(SafetensorsFile(self.folder / WEIGHTS))
+        load_into(network, source, identity_mapping(network.state_dict()))
         check_vocabulary(network.target_ids, self.config.target_vocab_size)
         network.requires_grad_(False)
         network.bind(embedding, head)
@@ -83,14 +86,23 @@ def save_draft(
     `manifest` says where the head comes from; `files` is added to it. The manifest is written last, so a
     folder that has one is whole.
     """
+    state = head.state_dict().items()
+    tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state}
+    write_draft(head.config, tensors, folder, manifest, trees)
+
+
+def write_draft(
+    config: DraftConfig,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    manifest: dict[str, object],
+    trees: str | None,
+) -> None:
+    """Write a draft folder of `tensors` as they are; see `save_draft`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
-    save_config(head.config, folder / CONFIG)
-    state = head.state_dict().items()
-    write_safetensors(
-        folder / WEIGHTS,
-        {name: value.to(dtype) if value.is_floating_point() else value for name, value in state},
-    )
+    save_config(config, folder / CONFIG)
+    write_safetensors(folder / WEIGHTS, tensors)
     names = [CONFIG, WEIGHTS]
     if trees is not None:
         (folder / TREES).write_text(trees, encoding="utf-8")

@@ -71,6 +71,8 @@ def create_head(
             if param.dim() == 2:
                 std = _STD * (_WRITER_SHARE if name.endswith(_WRITERS) else 1.0)
                 param.copy_(torch.empty(param.shape).normal_(std=std, generator=generator))
+            elif name.endswith(".bias"):
+                param.zero_()  # torch draws it from a state that depends on the process
     head.target_ids.copy_(target_ids)
     head.to(weight.device)
     head.bind(target.embed_tokens.weight, weight)

@@ -20,18 +20,8 @@ from engine.training.train_log import read_log
 from tests.app.test_cli import expect_line, run
 from tests.app.tiny_model import write_random_model
 
-SMALL = [
-    "--layers",
-    "1",
-    "--unroll-steps",
-    "2",
-    "--batch-rows",
-    "2",
-    "--row-length",
-    "64",
-    "--dtype",
-    "float32",
-]
+SMALL = ["--layers", "1", "--unroll-steps", "2", "--batch-rows", "2", "--row-length", "64"]
+FLOAT32 = ["--dtype", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +53,7 @@ def write_chats(path: Path, num_chats: int) -> None:
 
 def train(model: Path, data: Path, out: Path, *extra: str, steps: int = 6) -> list[str]:
     target = ["train", "--model", str(model), "--data", str(data), "--out", str(out)]
-    return [*target, "--steps", str(steps), *SMALL, *extra]
+    return [*target, "--steps", str(steps), *SMALL, *FLOAT32, *extra]
 
 
 def test_a_trained_draft_serves_its_model(
@@ -249,3 +239,35 @@ def test_synth_answers_the_chats_of_a_file(
         "60",
     ]
     assert "24 dialogues" in run(arguments, capsys)[1]
+
+
+def test_quantize_prints_what_it_costs(
+    model: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(train(model, chats, tmp_path / "run"), capsys)
+    source = str(tmp_path / "run" / "draft")
+    arguments = ["draft", "quantize", source, "--model", str(model), "--out", str(tmp_path / "small")]
+    measured = ["--prompts", str(chats), "--limit", "2", "--max-tokens", "20", *FLOAT32]
+    status, out, err = run([*arguments, "--group-size", "16", "--head", *measured], capsys)
+    assert (status, err) == (0, "")
+    assert "head_rows: relative error 0.0" in out
+    assert "chain-3" in out
+    refused = run([*arguments, "--group-size", "17", *measured], capsys)
+    assert refused[0] == 1
+    assert "group size" in refused[2]
+
+
+def test_a_head_goes_out_and_in_by_the_command_line(
+    model: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(train(model, chats, tmp_path / "run"), capsys)
+    for action, source, out, extra in (
+        ("export", tmp_path / "run" / "draft", tmp_path / "out", ["--format", "speculators"]),
+        ("import", tmp_path / "out", tmp_path / "in", []),
+    ):
+        arguments = ["draft", action, str(source), "--model", str(model), "--out", str(out), *extra]
+        assert run(arguments, capsys)[0] == 0
+    generate = ["generate", "3?", "--model", str(model), "--draft", str(tmp_path / "in"), *FLOAT32]
+    assert run([*generate, "--max-tokens", "5"], capsys)[0] == 0
+    arguments = ["draft", "export", str(tmp_path / "in"), "--model", str(model), "--out", str(tmp_path / "x")]
+    expect_line(run([*arguments, "--format", "eagle1"], capsys), "eagle1")

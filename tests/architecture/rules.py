@@ -55,7 +55,14 @@ DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
             "app.chat_tokens",
             "app.train_workers",
         ),
-        ("engine.training", "engine.draft", "engine.tree", "engine.model.config", "engine.weights"),
+        (
+            "engine.training",
+            "engine.draft",
+            "engine.tree",
+            "engine.config",
+            "engine.model.config",
+            "engine.weights",
+        ),
     ),
     # Measures single parts.
     "benchmarks": ("engine",),
