@@ -71,7 +71,8 @@ class HeadSettings:
 class RunSettings:
     """One run: the folders of model, data and result, and how to train. Plain values, for any process.
 
-    Rows hold `row_length` tokens; about `held_out_share` of the conversations are never trained on.
+    Rows hold `row_length` tokens; about `held_out_share` of the conversations are never trained on, and of
+    the others about `train_share` are.
     """
 
     model: Path
@@ -81,6 +82,7 @@ class RunSettings:
     head: HeadSettings = field(default_factory=HeadSettings)
     row_length: int = 1024
     held_out_share: float = 0.01
+    train_share: float = 1.0
     dtype: DTypeName = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
@@ -90,6 +92,8 @@ class RunSettings:
             raise ConfigError(f"row_length must be at least 2, found {self.row_length}")
         if not 0.0 <= self.held_out_share < 1.0:
             raise ConfigError(f"held_out_share must lie in [0, 1), found {self.held_out_share}")
+        if not 0.0 < self.train_share <= 1.0:
+            raise ConfigError(f"train_share must lie in (0, 1], found {self.train_share}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +207,10 @@ def _load_data(settings: RunSettings, model: ModelConfig) -> tuple[Conversations
             "a shard is corrupt, make the data again"
         )
     train, held_out = split_held_out(data, settings.held_out_share)
+    if settings.train_share < 1.0:
+        # Of what is left, those whose keys lie next to the held-out ones: a share holds every smaller one.
+        scaled = settings.held_out_share + settings.train_share * (1 - settings.held_out_share)
+        _, train = split_held_out(train, scaled)
     if not train.is_answer.any():
         raise ConfigError(f"{settings.data} holds no answer to train on: add conversations")
     return train, held_out
