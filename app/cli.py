@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.options import DTYPES, Commands, add_model, positive, positive_list
+from app.options import DTYPES, Commands, add_model, names, non_negative_floats, positive, positive_list
 from app.options_training import add_draft, add_eval, add_synth, add_train
 
 EXIT_ERROR = 1
@@ -96,12 +96,77 @@ def _add_bench(commands: Commands) -> None:
     bench.set_defaults(module="app.cli_bench")
     add_model(bench)
     bench.add_argument("--batch", type=positive_list, default=(1, 4), metavar="N,N", help="batch sizes")
-    bench.add_argument("--context", type=positive, metavar="N", help="prompt tokens; without it as they come")
+    bench.add_argument(
+        "--context", type=_token_counts, metavar="N,N", help="prompt tokens, 8k for 8192; else as they come"
+    )
+    bench.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL with turns, prompt or messages")
     bench.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens per answer")
-    bench.add_argument("--rounds", type=positive, default=5, metavar="N", help="paired rounds per batch size")
-    bench.add_argument("--tree", default="auto", metavar="MODE", help="auto, or one tree name")
+    bench.add_argument("--rounds", type=positive, default=5, metavar="N", help="rounds per batch size")
+    bench.add_argument("--tree", type=names, default=("auto",), metavar="T,T", help="auto, or tree names")
     bench.add_argument("--dtype", choices=DTYPES, default="auto")
+    bench.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    bench.add_argument("--attention-backend", default="auto", metavar="NAME")
+    bench.add_argument("--block-size", type=positive, metavar="N", help="tokens per cache block")
     bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_bench_synthetic(bench)
+
+
+def _add_bench_synthetic(bench: argparse.ArgumentParser) -> None:
+    synthetic = bench.add_argument_group("random weights of a published shape, acceptance from a profile")
+    synthetic.add_argument("--synthetic", action=_Synthetic, metavar="NAME", help="such as llama-3.1-8b")
+    synthetic.add_argument(
+        "--tokens-per-call", type=float, default=2.78, metavar="X", help="what a chain of 3 drafts emits"
+    )
+    synthetic.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="acceptance by depth and rank; else that of the shipped draft",
+    )
+    synthetic.add_argument(
+        "--trees",
+        type=_tree_sizes,
+        default=((6, 3), (8, 4), (12, 4), (16, 5), (24, 5), (32, 6)),
+        metavar="N:D,N:D",
+        help="sizes of the trees to search: nodes and most levels of drafts",
+    )
+    synthetic.add_argument(
+        "--temperature",
+        type=non_negative_floats,
+        default=(0.0,),
+        metavar="T,T",
+        help="above 0 with top-p 0.9",
+    )
+    synthetic.add_argument("--seconds", type=float, default=600.0, help="for all cells together")
+    synthetic.add_argument("--trace", action="store_true", help="list the kernels of a step in the JSON")
+    synthetic.add_argument("--out", type=Path, metavar="FOLDER", help="for JSON and a plot")
+
+
+class _Synthetic(argparse.Action):
+    """Names a synthetic model, and with it the module that measures one: it needs torch alone."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        del parser, option_string
+        setattr(namespace, self.dest, values)
+        namespace.module = "app.cli_bench_synthetic"
+
+
+def _token_counts(text: str) -> tuple[int, ...]:
+    """Read counts such as 512,8k."""
+    return tuple(
+        positive(item.removesuffix("k")) * (1024 if item.endswith("k") else 1) for item in names(text)
+    )
+
+
+def _tree_sizes(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (item.partition(":") for item in names(text))
+    return tuple((positive(nodes), positive(levels)) for nodes, _, levels in pairs)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,18 @@ from typing import Any, TextIO
 import torch
 
 from app.chat_tokens import ChatTokens
-from app.config import EngineSection, SpeculationSection
 from app.evaluation import Answers, Evaluation, Question, TreeMeasure, answer, evaluate
 from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
 from app.prompt_file import Chat, read_chats
-from engine import ConfigError, EngineFacts, SamplingParams
+from engine import (
+    ConfigError,
+    EngineConfig,
+    EngineFacts,
+    MeasuredProfile,
+    SamplingParams,
+    SpeculationConfig,
+)
 from engine.config import DraftMode
 from engine.draft.loader import load_draft
 from engine.training.evaluate import AcceptanceProfile
@@ -50,13 +56,14 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
 def open_model(options: argparse.Namespace, draft: str, draft_mode: DraftMode = "greedy") -> LocalModel:
     """Return the model of the options with a draft."""
-    sizes = EngineSection(
+    sizes = EngineConfig(
+        Path(options.model),
         dtype=options.dtype,
         device=options.device,
         max_num_seqs=options.batch,
-        speculation=SpeculationSection(draft_mode=draft_mode),
+        speculation=SpeculationConfig(draft_mode=draft_mode),
     )
-    return LocalModel.open(options.model, draft, sizes)
+    return LocalModel.open(sizes, options.model, draft)
 
 
 def answer_all(
@@ -100,15 +107,20 @@ def load_pair(facts: EngineFacts, model: Path, draft: Path, answers: Sequence[An
 def write_profile(
     path: Path, facts: EngineFacts, results: Sequence[tuple[Evaluation, AcceptanceProfile]]
 ) -> None:
-    """Write the acceptance profile of each temperature, from which trees are searched; the first leads."""
+    """Write the acceptance profile from which trees are searched: the first temperature's, then all."""
     parts = [
         {"temperature": evaluation.temperature, "probabilities": profile.probabilities}
         | dataclasses.asdict(profile)
         for evaluation, profile in results
     ]
-    content = {"environment": describe_machine(facts), **parts[0], "by_temperature": parts}
+    (evaluation, profile), *_ = results
+    source = (
+        f"{evaluation.engine.num_answers} answers of {facts.model_name} at temperature "
+        f"{evaluation.temperature:g}, draft {str(facts.draft_digest)[:12]}"
+    )
+    counts = dataclasses.asdict(profile) | {"environment": describe_machine(facts), "by_temperature": parts}
     try:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        MeasuredProfile(source, profile.probabilities).save(path, counts)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

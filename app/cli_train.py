@@ -136,9 +136,10 @@ def read_objective(options: argparse.Namespace) -> Objective:
 def report(draft: Path) -> str:
     """Return what the trained head of a draft folder accepts, for a reader."""
     manifest = read_json_object(draft / MANIFEST)
-    lines = [f"draft: {draft}", f"on {manifest['measured_on']}:"]
+    profile = manifest["acceptance_profile"]
+    lines = [f"draft: {draft}", f"on {profile['source']}:"]
     lines += [f"{name}: {value:.3f} tokens per call" for name, value in manifest["measured"].items()]
     lines.append("depth  top-1  any rank")
-    for depth, row in enumerate(manifest["acceptance_profile"]["probabilities"], start=1):
+    for depth, row in enumerate(profile["probabilities"], start=1):
         lines.append(f"{depth:>5}  {row[0]:.3f}  {sum(row):.3f}")
     return "\n".join([*lines, ""])

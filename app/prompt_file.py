@@ -27,6 +27,15 @@ class Chat:
         roles = [message.role for message in self.messages if message.role != "system"]
         return bool(roles) and roles == [USER, ASSISTANT] * (len(roles) // 2)
 
+    @property
+    def first_turn(self) -> tuple[Message, ...]:
+        """The messages up to the first of the user that has no answer; all where every one has."""
+        for idx, message in enumerate(self.messages):
+            following = self.messages[idx + 1 : idx + 2]
+            if message.role == USER and not (following and following[0].role == ASSISTANT):
+                return self.messages[: idx + 1]
+        return self.messages
+
     def without_answers(self) -> "Chat":
         """Return the chat with the user's turns alone."""
         return Chat(tuple(m for m in self.messages if m.role != ASSISTANT), self.category)

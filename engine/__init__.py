@@ -19,10 +19,17 @@ from engine.errors import (
     StepError,
     TrainingError,
 )
+from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
+from engine.runner.rates import MachineRates
+from engine.runner.synthetic import shape_of
 from engine.stats import EngineFacts, EngineStats
 from engine.stop_strings import StopStrings
+from engine.synthetic import SyntheticEngine, SyntheticWeights, WorkPart, predict_bytes
+from engine.tree.profile import MeasuredProfile, scale_profile
+from engine.tree.search import Profile
+from engine.tree.topology import chain
 from engine.weights.pull import pull
 from engine.weights.source import resolve_model
 
@@ -40,8 +47,12 @@ __all__ = [
     "EyasError",
     "FinishReason",
     "IncrementalDetokenizer",
+    "MachineRates",
+    "MeasuredProfile",
+    "ModelConfig",
     "ModelLoadError",
     "NearTies",
+    "Profile",
     "Request",
     "RequestError",
     "SamplingParams",
@@ -49,7 +60,14 @@ __all__ = [
     "SpeculationConfig",
     "StepError",
     "StopStrings",
+    "SyntheticEngine",
+    "SyntheticWeights",
     "TrainingError",
+    "WorkPart",
+    "chain",
+    "predict_bytes",
     "pull",
     "resolve_model",
+    "scale_profile",
+    "shape_of",
 ]

@@ -154,10 +154,14 @@ class TrainingRun:
         data = data.select(torch.arange(data.num_conversations) < _MAX_MEASURED)
         measured = measure_held_out(self._target, self._head, data)
         profile = measured.profile
+        source = "held-out conversations" if is_held_out else "training conversations"
         manifest = self._manifest() | {
-            "measured_on": "held-out conversations" if is_held_out else "training conversations",
             "measured": dict(measured.tokens_per_call),
-            "acceptance_profile": dataclasses.asdict(profile) | {"probabilities": profile.probabilities},
+            "acceptance_profile": {
+                "source": source,
+                "probabilities": profile.probabilities,
+                **dataclasses.asdict(profile),
+            },
         }
         trees = library_json(TreeLibrary.search(profile.probabilities))
         save_draft(self._head, self.settings.folder / DRAFT_FOLDER, manifest, trees)
