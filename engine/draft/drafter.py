@@ -3,7 +3,7 @@
 What the rows are and when to draft is left to the runner; judging the drafts to `sampling/verify`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout, PrefillLayout
 from engine.config import DraftMode
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles
 from engine.sampling.sampler import best_children, sample_children
@@ -82,7 +82,7 @@ class Drafter:
     feature.
     """
 
-    def __init__(self, head: DraftHead, pool: KVPool, backend: AttentionBackend, block_size: int) -> None:
+    def __init__(self, head: DraftNetwork, pool: KVPool, backend: AttentionBackend, block_size: int) -> None:
         self.head = head
         self.pool = pool
         self.backend = backend
@@ -90,7 +90,10 @@ class Drafter:
 
     def fill(self, pairs: PromptPairs) -> None:
         """Cache the K/V of `pairs`."""
-        attend_chunks = self.backend.bind_prefill(pairs.layout, self.block_size)
+        layout = pairs.layout
+        if not self.head.config.has_first_pair:
+            layout = replace(layout, window_starts=layout.window_starts.clamp(min=1))
+        attend_chunks = self.backend.bind_prefill(layout, self.block_size)
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
             q = self.head.ops.rope_store(qkv, angles, *self.pool.rows(layer_idx), pairs.slots)
@@ -104,6 +107,7 @@ class Drafter:
         """Fill the tree of each row: `mode` "greedy" takes the best children, "sampled" draws without
         replacement.
         """
+        window = self._drop_first_pair(window)
         feature, hidden = self._align(window)
         expansion = _Expansion(self, window, tree, mode, noise, vocab_size)
         root = torch.zeros_like(window.positions[:, -1:])
@@ -113,6 +117,18 @@ class Drafter:
             if depth < tree.depth:
                 expansion.run(nodes, depth)
         return expansion.output()
+
+    def _drop_first_pair(self, window: AlignWindow) -> AlignWindow:
+        """Hide position 0 from a head that was trained without a pair there."""
+        if self.head.config.has_first_pair:
+            return window
+        start = window.prefix_start.clamp(min=1)
+        return replace(
+            window,
+            is_pending=window.is_pending & (window.positions > 0),
+            prefix_start=start,
+            prefix_end=torch.maximum(window.prefix_end, start),
+        )
 
     def _align(self, window: AlignWindow) -> tuple[Tensor, Tensor]:
         """Run the window's pairs and store the pending ones; return (feature [B, A, H], hidden [B, A, H])."""
