@@ -180,6 +180,28 @@ def _windows_of_rows(
 
 
 @triton.jit
+def _write_units(units, row, own_begin, pieces, num_tiles, span, BLOCK_N: tl.constexpr):
+    """Write the words of every unit of the rows, from own_begin on, into which their tiles are cut evenly."""
+    origin, last, suffix, full_first, full_last = span
+    for first_piece in range(0, tl.max(pieces, 0), _PIECES):
+        piece = first_piece + tl.arange(0, _PIECES)[:, None]
+        unit = own_begin[None, :] + piece
+        is_unit = piece < pieces[None, :]
+        count = tl.maximum(pieces, 1)[None, :]
+        begin = origin[None, :] + piece * num_tiles[None, :] // count * BLOCK_N
+        end = origin[None, :] + (piece + 1) * num_tiles[None, :] // count * BLOCK_N
+        out = units + UNIT_WORDS * unit
+        tl.store(out, row[None, :], mask=is_unit)
+        tl.store(out + 1, begin, mask=is_unit)
+        tl.store(out + 2, end, mask=is_unit)
+        tl.store(out + 3, last[None, :], mask=is_unit)
+        tl.store(out + 4, suffix[None, :], mask=is_unit)
+        tl.store(out + 5, full_first[None, :], mask=is_unit)
+        tl.store(out + 6, full_last[None, :], mask=is_unit)
+        tl.store(out + 7, tl.where(pieces[None, :] > 1, unit, -1), mask=is_unit)
+
+
+@triton.jit
 def _cut(
     words,
     starts,
@@ -225,22 +247,8 @@ def _cut(
     every = tl.arange(0, BLOCK_UNITS)
     is_unused = (every >= tl.sum(pieces, 0)) & (every < num_units)
     tl.store(words + HEADER + UNIT_WORDS * every, -1, mask=is_unused)
-    for first_piece in range(0, tl.max(pieces, 0), _PIECES):
-        piece = first_piece + tl.arange(0, _PIECES)[:, None]
-        unit = own_begin[None, :] + piece
-        is_unit = piece < pieces[None, :]
-        count = tl.maximum(pieces, 1)[None, :]
-        begin = origin[None, :] + piece * num_tiles[None, :] // count * BLOCK_N
-        end = origin[None, :] + (piece + 1) * num_tiles[None, :] // count * BLOCK_N
-        out = words + HEADER + UNIT_WORDS * unit
-        tl.store(out, row[None, :], mask=is_unit)
-        tl.store(out + 1, begin, mask=is_unit)
-        tl.store(out + 2, end, mask=is_unit)
-        tl.store(out + 3, last[None, :], mask=is_unit)
-        tl.store(out + 4, suffix[None, :], mask=is_unit)
-        tl.store(out + 5, full_first[None, :], mask=is_unit)
-        tl.store(out + 6, full_last[None, :], mask=is_unit)
-        tl.store(out + 7, tl.where(is_cut[None, :], unit, -1), mask=is_unit)
+    span = (origin, last, suffix, full_first, full_last)
+    _write_units(words + HEADER, row, own_begin, pieces, num_tiles, span, BLOCK_N)
 
 
 @triton.jit(
