@@ -4,6 +4,7 @@ What a cell measures is left to `bench_cells`. It needs torch and nothing else.
 """
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -164,10 +165,10 @@ class SyntheticBench:
 
 
 def _free_bytes(sizes: EngineConfig) -> int:
-    """Return the device's free memory, or `memory_gib` on a CPU."""
+    """Return the free memory of the device."""
     if sizes.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    return int(sizes.memory_gib * _GIB)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_memory() -> None:

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gumbel import random_words
-
 # The largest float32 below 1, as in `sampling/noise`.
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _WORD_UNIT = tl.constexpr(2.0**-32)
@@ -69,7 +67,10 @@ def _multiply(a, b):
 @triton.jit
 def _uniform(seed, position, STREAM: tl.constexpr):
     """Return number 0 of `sampling/noise.uniform` for one row."""
-    word, _, _, _ = random_words((position & 0).to(tl.uint32), STREAM, position, seed)
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
+    key_low, key_high = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    zero = low & 0
+    word, _, _, _ = tl.random.philox_impl(zero, zero + STREAM, low, high, key_low, key_high)
     return tl.minimum(word.to(tl.float32) * _WORD_UNIT, _BELOW_ONE)
 
 

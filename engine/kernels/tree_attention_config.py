@@ -60,15 +60,20 @@ class TreeShape:
         return cls(num_rows, num_nodes, num_suffix, num_heads, num_kv_heads, head_dim, num_positions, k.dtype)
 
 
+_MANY_ROWS, _MOST_ROWS = 8, 64  # where other configurations begin to win
+
+
 def choose_config(shape: TreeShape, num_processors: int) -> TreeConfig:
     """Return the configuration for `shape` on a GPU of `num_processors` multiprocessors."""
     num_queries = shape.num_nodes * shape.num_heads // shape.num_kv_heads
-    block_m = _block_m(num_queries)
     is_wide = shape.kv_dtype.itemsize == 4
+    block_m = _block_m(num_queries)
+    if not is_wide and shape.num_rows >= _MANY_ROWS:
+        # Few queries waste most of a wide block, but its warps keep more loads in flight.
+        block_m = max(block_m, 64)
     num_warps = 8 if block_m == 128 else 4
-    num_slices = num_warps if block_m == 16 and not is_wide else 1
     block_n = 32 if is_wide else 64
-    programs_per_processor = 1 if block_m == 128 or is_wide else 2
+    programs_per_processor = 1 if block_m == 128 or is_wide or shape.num_rows < _MANY_ROWS else 2
     num_lanes = shape.num_kv_heads * triton.cdiv(num_queries, block_m)
     num_slots = max(1, programs_per_processor * num_processors // num_lanes)
     if shape.num_positions <= 4 * block_n:
@@ -76,9 +81,9 @@ def choose_config(shape: TreeShape, num_processors: int) -> TreeConfig:
     return TreeConfig(
         block_m=block_m,
         block_n=block_n,
-        num_slices=num_slices,
+        num_slices=1,
         num_warps=num_warps,
-        num_stages=2 if is_wide else 3 if block_m >= 64 else 4,
+        num_stages=2 if is_wide else 4 if block_m == 64 and shape.num_rows < _MOST_ROWS else 3,
         max_registers=None,
         num_slots=num_slots,
         min_tiles=2,

@@ -36,7 +36,7 @@ def make_plan(cells: tuple[Cell, ...], **changes) -> SyntheticPlan:
     fields = {
         "name": "tiny",
         "model": TINY,
-        "sizes": engine_config(memory_gib=64.0),
+        "sizes": engine_config(),
         "profile": PROFILE,
         "tree_sizes": ((8, 4),),
         "cells": cells,
@@ -70,6 +70,7 @@ def engine():
 def rates(monkeypatch):
     """Measuring the machine takes a second, and says nothing here."""
     monkeypatch.setattr(bench_synthetic.MachineRates, "measure", lambda config: RATES)
+    monkeypatch.setattr(bench_synthetic, "_free_bytes", lambda sizes: 64 << 30)
 
 
 @pytest.fixture
@@ -132,10 +133,10 @@ def test_the_limit_takes_the_slower_of_moving_and_multiplying_in_each_part():
 
 
 @pytest.mark.usefixtures("short")
-def test_a_cell_that_does_not_fit_is_a_hole_and_the_others_run():
-    sizes = engine_config(memory_gib=2.5)
+def test_a_cell_that_does_not_fit_is_a_hole_and_the_others_run(monkeypatch):
+    monkeypatch.setattr(bench_synthetic, "_free_bytes", lambda sizes: 5 << 29)
     cells = (cell(), cell(context=1 << 16, batch=64), cell(batch=1))
-    first, hole, last = SyntheticBench(make_plan(cells, sizes=sizes)).run()
+    first, hole, last = SyntheticBench(make_plan(cells)).run()
     assert hole.arms == ()
     assert "does not fit" in hole.hole
     assert [len(result.arms) for result in (first, last)] == [2, 2]
