@@ -104,6 +104,7 @@ class TorchDraftOps:
     def open_level(
         self, head: DraftHead, tree: TreeTensors, depth: int, feature: Tensor, end: Tensor, draft: DraftOutput
     ) -> LevelPass:
+        """See `DraftOps`."""
         nodes, is_node = _known(tree, depth)
         num_rows, width = nodes.shape
         row = torch.arange(num_rows, device=nodes.device)[:, None]
@@ -122,6 +123,7 @@ class TorchDraftOps:
     def choose(
         self, head: DraftHead, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
     ) -> None:
+        """See `DraftOps`."""
         assert draft.children is not None
         draft_ids = best_children(logits, draft.children.shape[2])
         place_children(tree, depth, head.target_ids[draft_ids], draft)

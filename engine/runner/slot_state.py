@@ -22,11 +22,15 @@ from engine.speculation import SamplingFlags, SamplingTensors, TreeTensors, Veri
 class SlotOps(Protocol):
     """What a step reads and writes of the slots, for one device; `SlotState` says what each is for."""
 
-    def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None: ...
+    def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
+        """See `SlotState.open`."""
+        ...
 
     def align(
         self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
-    ) -> AlignWindow: ...
+    ) -> AlignWindow:
+        """See `SlotState.align`."""
+        ...
 
     def commit(
         self,
@@ -36,13 +40,16 @@ class SlotOps(Protocol):
         verification: Verification,
         features: Tensor,
         block_size: int,
-    ) -> CommittedRows: ...
+    ) -> CommittedRows:
+        """See `SlotState.commit`; penalties are the state's own."""
+        ...
 
 
 class TorchSlotOps:
     """Plain torch on any device."""
 
     def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
+        """See `SlotState.open`."""
         torch.index_select(state.seq_len, 0, slots, out=rows.root_positions)
         torch.add(rows.root_positions[:, None], tree.depths, out=rows.positions)
         tables = state.block_tables[:, : rows.block_tables.shape[1]]
@@ -56,6 +63,7 @@ class TorchSlotOps:
     def align(
         self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
     ) -> AlignWindow:
+        """See `SlotState.align`."""
         self.open(state, slots, tree, rows)
         root, row = rows.root_positions, slots[:, None]
         draft_len, draft_start = state.draft_len[slots], state.draft_start[slots]
@@ -87,6 +95,7 @@ class TorchSlotOps:
         features: Tensor,
         block_size: int,
     ) -> CommittedRows:
+        """See `SlotState.commit`."""
         path, token_ids = verification.path, verification.token_ids
         step = torch.arange(path.shape[1], device=state.device)
         is_kept = step <= verification.num_accepted[:, None]
