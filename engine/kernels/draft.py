@@ -165,7 +165,7 @@ def _copy_angles(table, out, pair, position, size, BLOCK: tl.constexpr):
     tl.store(out + pair * size + idx, tl.load(table + position * size + idx, idx < size), idx < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_blocks"])
 def _open_window_kernel(
     embedding,
     token_weight,
@@ -201,14 +201,14 @@ def _open_window_kernel(
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         source = embedding + tl.load(token_ids + pair) * size
-        row = tl.load(source + element, is_element, 0.0).to(tl.float32)
-        tl.store(out, scaled(row, weight, size, eps).to(x.dtype.element_ty), is_element)
+        values = tl.load(source + element, is_element, 0.0).to(tl.float32)
+        tl.store(out, scaled(values, weight, size, eps).to(x.dtype.element_ty), is_element)
     elif part == 1:
         weight = tl.load(feature_weight + element, is_element, 0.0).to(tl.float32)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        row = tl.load(features + pair * size + element, is_element, 0.0).to(tl.float32)
-        tl.store(out + size, scaled(row, weight, size, eps).to(x.dtype.element_ty), is_element)
+        values = tl.load(features + pair * size + element, is_element, 0.0).to(tl.float32)
+        tl.store(out + size, scaled(values, weight, size, eps).to(x.dtype.element_ty), is_element)
     else:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
