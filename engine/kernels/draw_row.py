@@ -1,7 +1,8 @@
 """The rows that one launch draws from: which logits they read, and the state they keep between launches.
 
 The row of a launch is a (batch row, node) pair: every node of every tree at once, or the node that each batch
-row stands on. What happens in a row is left to `truncation` and `sampling`.
+row stands on. What happens in a row is left to `top_k_floor`,
+`draw` and `sift`.
 """
 
 from dataclasses import dataclass, replace
@@ -12,23 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The state of a row, int64 words that begin as 0. BEST: the leading token, packed. PEAK: the key of the
-# largest logit. NUM_DONE: programs that finished, over several launches. PREFIX, AHEAD: the digits found of
-# the threshold, and the weight ahead of them. BUDGET: where the search by mass ends. THRESHOLD, NUM_TIES:
-# kept are keys above the threshold and the first NUM_TIES tokens on it. NODE, IS_CLOSED: where a batch row
-# stands, and whether its path has ended. NUM_DRAWN: programs that drew for a batch row. Then the bins of a
-# digit.
+# The state of a row, int64 words that begin as 0. BEST: the token drawn, packed with the key of its score.
+# NUM_DONE: programs that finished, over several launches. PREFIX, FLOOR, NUM_TIES: of the search for top-k:
+# the digits found; kept are keys above the floor and the first NUM_TIES tokens on it. PEAK: the key of the
+# largest logit. AHEAD: the number, later the weight, of tokens ahead of one; TOTAL: the weight of all that
+# top-k keeps. NEXT: the token to draw if BEST may not be; IS_SETTLED: it may. NODE, IS_CLOSED: where a batch
+# row stands, and whether its path has ended; NUM_DRAWN: programs that drew for it. Then the bins of a digit.
 BEST = tl.constexpr(0)
-PEAK = tl.constexpr(1)
-NUM_DONE = tl.constexpr(2)
-PREFIX = tl.constexpr(3)
-AHEAD = tl.constexpr(4)
-BUDGET = tl.constexpr(5)
-THRESHOLD = tl.constexpr(6)
-NUM_TIES = tl.constexpr(7)
-NODE = tl.constexpr(8)
-IS_CLOSED = tl.constexpr(9)
-NUM_DRAWN = tl.constexpr(10)
+NUM_DONE = tl.constexpr(1)
+PREFIX = tl.constexpr(2)
+FLOOR = tl.constexpr(3)
+NUM_TIES = tl.constexpr(4)
+PEAK = tl.constexpr(5)
+AHEAD = tl.constexpr(6)
+TOTAL = tl.constexpr(7)
+NEXT = tl.constexpr(8)
+IS_SETTLED = tl.constexpr(9)
+NODE = tl.constexpr(10)
+IS_CLOSED = tl.constexpr(11)
+NUM_DRAWN = tl.constexpr(12)
 BINS = tl.constexpr(16)
 NUM_BINS = tl.constexpr(256)
 ROW_WORDS = tl.constexpr(272)
@@ -75,9 +78,12 @@ class DrawRows:
     tie_counts: Tensor
     chunk: int
     is_every_node: bool
+    overlap: bool
 
     @staticmethod
-    def build(logits: Tensor, is_node: Tensor, *, is_every_node: bool, is_truncated: bool) -> "DrawRows":
+    def build(
+        logits: Tensor, is_node: Tensor, *, is_every_node: bool, is_truncated: bool, overlap: bool
+    ) -> "DrawRows":
         """Allocate fresh state for logits [B, N, V] and trees is_node [B, N]."""
         num_rows = is_node.numel() if is_every_node else is_node.shape[0]
         vocab_size = logits.shape[-1]
@@ -86,7 +92,7 @@ class DrawRows:
         num_splits = triton.cdiv(vocab_size, chunk) if is_truncated else 0
         state = torch.zeros(num_rows, ROW_WORDS.value, dtype=torch.int64, device=logits.device)
         ties = torch.empty(num_rows, num_splits, NUM_BINS.value, dtype=torch.int32, device=logits.device)
-        return DrawRows(logits, is_node, state, ties, chunk, is_every_node)
+        return DrawRows(logits, is_node, state, ties, chunk, is_every_node, overlap)
 
     def reading(self, logits: Tensor) -> "DrawRows":
         """Return the same rows over other logits, as when each level has its own."""
@@ -97,8 +103,22 @@ class DrawRows:
         return (self.state.shape[0], triton.cdiv(self.logits.shape[-1], self.chunk))
 
     @property
-    def key_shift(self) -> int:
-        return _IDLE_KEY_BITS[self.logits.dtype]
+    def num_key_bits(self) -> int:
+        """How many high bits of a key tell logits apart."""
+        return 32 - _IDLE_KEY_BITS[self.logits.dtype]
+
+    @property
+    def options(self) -> dict[str, bool | int]:
+        """The constants of every kernel, and how it is compiled: without fusion, so that what is computed of
+        a logit rounds alike in every kernel, and as in torch.
+        """
+        constants = {"EVERY": self.is_every_node, "KEY_SHIFT": _IDLE_KEY_BITS[self.logits.dtype]}
+        return {
+            **constants,
+            "OVERLAP": self.overlap,
+            "launch_pdl": self.overlap,
+            "enable_fp_fusion": False,
+        }
 
     @property
     def arguments(self) -> RowArguments:
