@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.draft.config import DraftConfig
+from engine.draft.head import HeadInput
 from engine.layers.decoder import Attend, DecoderLayer
 from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.ops import LayerOps, TorchOps
@@ -66,15 +67,22 @@ class Eagle1Head(nn.Module):
 
         Returns the predicted hidden state [T, H] twice: for the next draft step and for `logits`.
         """
-        angles = self.rotary(positions)
+        return self.run(self.open(token_ids, features, positions), attend)
+
+    def open(self, token_ids: Tensor, features: Tensor, positions: Tensor) -> HeadInput:
+        """Return what the layers read of T pairs."""
         embedded = F.embedding(token_ids, self.embed_rows)
-        first, *others = cast("list[DecoderLayer]", self.layers)
         x = self.fc(torch.cat((embedded, features), dim=-1))
-        delta, residual = first.forward(x, x, angles, attend, 0, self.ops)
+        return HeadInput(x, x, self.rotary(positions))
+
+    def run(self, pairs: HeadInput, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does, given what `open` returned."""
+        first, *others = cast("list[DecoderLayer]", self.layers)
+        delta, residual = first.forward(pairs.x, pairs.residual, pairs.angles, attend, 0, self.ops)
         for layer_idx, layer in enumerate(others, start=1):
             norm = layer.input_norm
             x, residual = self.ops.add_norm(delta, residual, norm.weight, norm.eps)
-            delta, residual = layer.forward(x, residual, angles, attend, layer_idx, self.ops)
+            delta, residual = layer.forward(x, residual, pairs.angles, attend, layer_idx, self.ops)
         hidden = residual + delta
         return hidden, hidden
 

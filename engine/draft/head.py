@@ -3,6 +3,7 @@
 Walking a tree with it is left to `drafter`.
 """
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,7 +15,18 @@ from engine.layers.decoder import Attend, DecoderLayer
 from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.norm import RMSNorm
 from engine.layers.ops import LayerOps, TorchOps
-from engine.layers.rotary import Rotary
+from engine.layers.rotary import Angles, Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInput:
+    """What the layers of a head read of T pairs: x [T, layer input size]; residual [T, H], the stream that
+    they add to; angles of the positions.
+    """
+
+    x: Tensor
+    residual: Tensor
+    angles: Angles
 
 
 class DraftHead(nn.Module):
@@ -83,16 +95,26 @@ class DraftHead(nn.Module):
 
         Returns (feature for the next draft step [T, H], hidden [T, H] for `logits`).
         """
-        angles = self.rotary(positions)
-        residual = features
-        layers = cast("list[DecoderLayer]", self.layers)
-        norm, *next_norms = *(layer.input_norm for layer in layers), self.norm
+        return self.run(self.open(token_ids, features, positions), attend)
+
+    def open(self, token_ids: Tensor, features: Tensor, positions: Tensor) -> HeadInput:
+        """Return what the layers read of T pairs."""
+        norm = cast("list[DecoderLayer]", self.layers)[0].input_norm
         embedded = F.embedding(token_ids, self.embed_rows)
-        x = self.ops.norm_pair(embedded, norm.weight, residual, self.feature_norm.weight, norm.eps)
-        if self.config.is_residual_normed:
-            residual = x[:, self.config.hidden_size :].contiguous()
+        x = self.ops.norm_pair(embedded, norm.weight, features, self.feature_norm.weight, norm.eps)
+        return HeadInput(x, self.residual_of(x, features), self.rotary(positions))
+
+    def residual_of(self, x: Tensor, features: Tensor) -> Tensor:
+        """Return the stream that the layers add to: the features [T, H], or their half of x [T, 2 * H]."""
+        return x[:, self.config.hidden_size :].contiguous() if self.config.is_residual_normed else features
+
+    def run(self, pairs: HeadInput, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does, given what `open` returned."""
+        x, residual = pairs.x, pairs.residual
+        layers = cast("list[DecoderLayer]", self.layers)
+        next_norms = *(layer.input_norm for layer in layers[1:]), self.norm
         for layer_idx, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
-            delta, residual = layer.forward(x, residual, angles, attend, layer_idx, self.ops)
+            delta, residual = layer.forward(x, residual, pairs.angles, attend, layer_idx, self.ops)
             x, residual = self.ops.add_norm(delta, residual, norm.weight, norm.eps)
         return (x if self.config.is_feedback_normed else residual), x
 

@@ -116,6 +116,8 @@ LIBRARY_MODULES = (
     "engine.kernels",
     "engine.layers.triton_ops",
     "engine.sampling.triton_verify",
+    "engine.draft.triton_ops",
+    "engine.runner.triton_slot_ops",
     "engine.attention.triton",
     "engine.attention.xformers",
 )

@@ -160,10 +160,8 @@ def test_rows_do_not_depend_on_their_batch() -> None:
             cuts = {name: item[only] for name, item in fields.items() if isinstance(item, Tensor)}
             return dataclasses.replace(value, **cuts)
 
-        level_nodes = tuple(nodes[only] for nodes in tree.level_nodes)
-        row_tree = dataclasses.replace(cut(tree), level_nodes=level_nodes)
         alone = verify_drafts(
-            *(logits[only], cut(draft), row_tree, cut(sampling), positions[only]),
+            *(logits[only], cut(draft), cut(tree), cut(sampling), positions[only]),
             stream=Stream.TARGET,
             overlap=OVERLAP,
         )
