@@ -4,6 +4,7 @@ What the rows are and when to draft is left to the runner; judging the drafts to
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
