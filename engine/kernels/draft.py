@@ -165,6 +165,17 @@ def _copy_angles(table, out, pair, position, size, BLOCK: tl.constexpr):
     tl.store(out + pair * size + idx, tl.load(table + position * size + idx, idx < size), idx < size)
 
 
+@triton.jit
+def _norm_token(embedding, weight, token_id, out, element, size, eps, OVERLAP: tl.constexpr):
+    """Write the normalised embedding of the token at `token_id` to the pointers `out`."""
+    is_element = element < size
+    weight = tl.load(weight + element, is_element, 0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(embedding + tl.load(token_id) * size + element, is_element, 0.0).to(tl.float32)
+    tl.store(out, scaled(values, weight, size, eps).to(out.dtype.element_ty), is_element)
+
+
 @triton.jit(do_not_specialize=["width", "num_blocks"])
 def _open_window_kernel(
     embedding,
@@ -197,12 +208,7 @@ def _open_window_kernel(
     is_element = element < size
     out = x + pair * 2 * size + element
     if part == 0:
-        weight = tl.load(token_weight + element, is_element, 0.0).to(tl.float32)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        source = embedding + tl.load(token_ids + pair) * size
-        values = tl.load(source + element, is_element, 0.0).to(tl.float32)
-        tl.store(out, scaled(values, weight, size, eps).to(x.dtype.element_ty), is_element)
+        _norm_token(embedding, token_weight, token_ids + pair, out, element, size, eps, OVERLAP)
     elif part == 1:
         weight = tl.load(feature_weight + element, is_element, 0.0).to(tl.float32)
         if OVERLAP:
@@ -268,12 +274,8 @@ def _open_level_kernel(
     is_node = node < num_nodes
     node = tl.where(is_node, node, 0)
     if part == 0:
-        weight = tl.load(token_weight + element, is_element, 0.0).to(tl.float32)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        source = embedding + tl.load(token_ids + row * num_nodes + node) * size
-        values = tl.load(source + element, is_element, 0.0).to(tl.float32)
-        tl.store(out, scaled(values, weight, size, eps).to(x.dtype.element_ty), is_element)
+        token_id = token_ids + row * num_nodes + node
+        _norm_token(embedding, token_weight, token_id, out, element, size, eps, OVERLAP)
         tl.store(rows + pair, row * num_columns + column)
     elif part == 1:
         weight = tl.load(feature_weight + element, is_element, 0.0).to(tl.float32)

@@ -114,10 +114,8 @@ def wire_worker(
     )
     backend = create_backend(config.attention_backend, device)
     drafter = None if head is None else create_drafter(head, backend, shape)
-    verify = verify or choose_verify(device)
-    runner = ModelRunner(
-        target, drafter, backend, shape, model.eos_token_ids, verify, choose_slot_ops(device)
-    )
+    parts = (verify or choose_verify(device), choose_slot_ops(device))
+    runner = ModelRunner(target, drafter, backend, shape, model.eos_token_ids, *parts)
     return Worker(
         runner=runner,
         library=library,

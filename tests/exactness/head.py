@@ -8,6 +8,7 @@ from engine.draft.drafter import Drafter
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
+from engine.runner.worker import choose_draft_ops
 from tests.exactness.tiny import CONFIG, MAX_LEN, TAPS, VOCAB, EngineShape, exact_backend, runner_shape
 
 DRAFT = DraftConfig(
@@ -41,4 +42,5 @@ def build_drafter(
     sizes = runner_shape(shape, shape.feature_window - 1)
     kv_shape = (2, 8, torch.float32, device)
     pool = KVPool(DRAFT.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
-    return Drafter(head, pool, backend or exact_backend(device), shape.block_size)
+    backend = backend or exact_backend(device)
+    return Drafter(head, pool, backend, shape.block_size, choose_draft_ops(device))
