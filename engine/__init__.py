@@ -17,6 +17,7 @@ from engine.errors import (
     ModelLoadError,
     RequestError,
     StepError,
+    TrainingError,
 )
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
@@ -61,6 +62,7 @@ __all__ = [
     "StopStrings",
     "SyntheticEngine",
     "SyntheticWeights",
+    "TrainingError",
     "WorkPart",
     "chain",
     "predict_bytes",

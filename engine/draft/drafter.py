@@ -3,15 +3,16 @@
 What the rows are and when to draft is left to the runner; judging the drafts to `sampling/verify`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout, PrefillLayout
-from engine.draft.head import DraftHead, HeadInput
+from engine.draft.network import DraftNetwork
 from engine.draft.ops import AlignWindow, DraftOps, TorchDraftOps, place_children
+from engine.draft.pairs import HeadInput
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
@@ -62,7 +63,7 @@ class Drafter:
 
     def __init__(
         self,
-        head: DraftHead,
+        head: DraftNetwork,
         pool: KVPool,
         backend: AttentionBackend,
         block_size: int,
@@ -76,7 +77,10 @@ class Drafter:
 
     def fill(self, pairs: PromptPairs) -> None:
         """Cache the K/V of `pairs`."""
-        attend_chunks = self.backend.bind_prefill(pairs.layout, self.block_size)
+        layout = pairs.layout
+        if not self.head.config.has_first_pair:
+            layout = replace(layout, window_starts=layout.window_starts.clamp(min=1))
+        attend_chunks = self.backend.bind_prefill(layout, self.block_size)
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
             q = self.head.ops.rope_store(qkv, angles, *self.pool.rows(layer_idx), pairs.slots)
@@ -88,6 +92,7 @@ class Drafter:
         """Fill in the tree of each row: the best children of every node or, where `draft` has room for
         probabilities, children drawn without replacement.
         """
+        window = self._drop_first_pair(window)
         feature, hidden, end = self._align(window)
         self._choose(tree, 0, hidden, noise, end, draft)
         scratch = self.pool.scratch(tree.columns.numel())
@@ -103,6 +108,18 @@ class Drafter:
             opened = self._ops.open_level(self.head, tree, depth, feature, end, draft)
             feature, hidden = self._run(opened.pairs, layout, scratch, opened.rows)
             self._choose(tree, depth, hidden, noise, end, draft)
+
+    def _drop_first_pair(self, window: AlignWindow) -> AlignWindow:
+        """Hide position 0 from a head that was trained without a pair there."""
+        if self.head.config.has_first_pair:
+            return window
+        start = window.prefix_start.clamp(min=1)
+        return replace(
+            window,
+            is_pending=window.is_pending & (window.positions > 0),
+            prefix_start=start,
+            prefix_end=torch.maximum(window.prefix_end, start),
+        )
 
     def _align(self, window: AlignWindow) -> tuple[Tensor, Tensor, Tensor]:
         """Run the window's pairs and store the pending ones; return feature and hidden of the last, both

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.draft.head import DraftHead, HeadInput
+from engine.draft.network import DraftNetwork
+from engine.draft.pairs import HeadInput
 from engine.kvcache.kv_pool import slots_of
 from engine.sampling.sampler import best_children
 from engine.speculation import DraftOutput, TreeTensors
@@ -63,12 +64,20 @@ class LevelPass:
 class DraftOps(Protocol):
     """What is done before and after the head runs."""
 
-    def open_window(self, head: DraftHead, window: AlignWindow, fused: Tensor, block_size: int) -> WindowPass:
+    def open_window(
+        self, head: DraftNetwork, window: AlignWindow, fused: Tensor, block_size: int
+    ) -> WindowPass:
         """Prepare the pass over a window with its features fused, [T, H]."""
         ...
 
     def open_level(
-        self, head: DraftHead, tree: TreeTensors, depth: int, feature: Tensor, end: Tensor, draft: DraftOutput
+        self,
+        head: DraftNetwork,
+        tree: TreeTensors,
+        depth: int,
+        feature: Tensor,
+        end: Tensor,
+        draft: DraftOutput,
     ) -> LevelPass:
         """Prepare the pass over the nodes at `depth`, whose tokens are in `draft`.
 
@@ -78,7 +87,7 @@ class DraftOps(Protocol):
         ...
 
     def choose(
-        self, head: DraftHead, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
+        self, head: DraftNetwork, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
     ) -> None:
         """Take the best children of the nodes at `depth` from logits [B * W, draft_vocab_size]: write the
         first R of each into `draft.children` and the tokens of the next level into `draft.token_ids`.
@@ -89,7 +98,9 @@ class DraftOps(Protocol):
 class TorchDraftOps:
     """Plain torch on any device."""
 
-    def open_window(self, head: DraftHead, window: AlignWindow, fused: Tensor, block_size: int) -> WindowPass:
+    def open_window(
+        self, head: DraftNetwork, window: AlignWindow, fused: Tensor, block_size: int
+    ) -> WindowPass:
         width, device = window.positions.shape[1], window.positions.device
         earlier = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         itself = torch.eye(width, dtype=torch.bool, device=device)
@@ -102,7 +113,13 @@ class TorchDraftOps:
         )
 
     def open_level(
-        self, head: DraftHead, tree: TreeTensors, depth: int, feature: Tensor, end: Tensor, draft: DraftOutput
+        self,
+        head: DraftNetwork,
+        tree: TreeTensors,
+        depth: int,
+        feature: Tensor,
+        end: Tensor,
+        draft: DraftOutput,
     ) -> LevelPass:
         """See `DraftOps`."""
         nodes, is_node = _known(tree, depth)
@@ -121,7 +138,7 @@ class TorchDraftOps:
         )
 
     def choose(
-        self, head: DraftHead, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
+        self, head: DraftNetwork, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
     ) -> None:
         """See `DraftOps`."""
         assert draft.children is not None

@@ -2,14 +2,12 @@
 `engine/kernels`.
 """
 
-from typing import cast
-
 from torch import Tensor
 
-from engine.draft.head import DraftHead, HeadInput
+from engine.draft.network import DraftNetwork
 from engine.draft.ops import AlignWindow, LevelPass, WindowPass
+from engine.draft.pairs import HeadInput
 from engine.kernels.draft import Pairs, PairTables, choose_children, open_level, open_window
-from engine.layers.decoder import DecoderLayer
 from engine.speculation import DraftOutput, TreeTensors
 
 
@@ -22,7 +20,9 @@ class TritonDraftOps:
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
 
-    def open_window(self, head: DraftHead, window: AlignWindow, fused: Tensor, block_size: int) -> WindowPass:
+    def open_window(
+        self, head: DraftNetwork, window: AlignWindow, fused: Tensor, block_size: int
+    ) -> WindowPass:
         """See `DraftOps`."""
         pairs, slots, suffix_mask, end = open_window(
             *(_tables(head), window.positions, window.is_pending, window.token_ids),
@@ -32,7 +32,13 @@ class TritonDraftOps:
         return WindowPass(_head_input(pairs), slots, suffix_mask, end)
 
     def open_level(
-        self, head: DraftHead, tree: TreeTensors, depth: int, feature: Tensor, end: Tensor, draft: DraftOutput
+        self,
+        head: DraftNetwork,
+        tree: TreeTensors,
+        depth: int,
+        feature: Tensor,
+        end: Tensor,
+        draft: DraftOutput,
     ) -> LevelPass:
         """See `DraftOps`."""
         pairs, rows = open_level(
@@ -41,20 +47,21 @@ class TritonDraftOps:
         return LevelPass(_head_input(pairs), rows)
 
     def choose(
-        self, head: DraftHead, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
+        self, head: DraftNetwork, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
     ) -> None:
         """See `DraftOps`."""
         choose_children(head.target_ids, tree, depth, logits, draft, overlap=self._overlap)
 
 
-def _tables(head: DraftHead) -> PairTables:
-    norm = cast("list[DecoderLayer]", head.layers)[0].input_norm
+def _tables(head: DraftNetwork) -> PairTables:
+    norms = head.pair_norms
     return PairTables(
         embedding=head.embed_rows,
-        token_weight=norm.weight,
-        feature_weight=head.feature_norm.weight,
         angles=head.rotary.table,
-        eps=norm.eps,
+        token_weight=None if norms is None else norms[0].weight,
+        feature_weight=None if norms is None else norms[1].weight,
+        eps=head.config.rms_norm_eps,
+        is_residual_normed=head.config.is_residual_normed,
     )
 
 

@@ -12,8 +12,8 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.draft.drafter import Drafter
-from engine.draft.head import DraftHead
 from engine.draft.loader import LoadedDraft, load_draft
+from engine.draft.network import DraftNetwork
 from engine.draft.ops import DraftOps, TorchDraftOps
 from engine.errors import ConfigError
 from engine.kvcache.kv_cache import block_table_width
@@ -82,7 +82,7 @@ def build_worker(config: EngineConfig) -> Worker:
 def wire_worker(
     config: EngineConfig,
     target: LlamaForCausalLM,
-    head: DraftHead | None,
+    head: DraftNetwork | None,
     library: TreeLibrary,
     origin: Origin,
     verify: Verify | None = None,
@@ -167,7 +167,7 @@ def choose_draft_ops(device: torch.device) -> DraftOps:
     return TritonDraftOps(overlap=_can_overlap(device))
 
 
-def _use_kernels(target: LlamaForCausalLM, head: DraftHead | None, device: torch.device) -> None:
+def _use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: torch.device) -> None:
     """Run the networks on fused kernels."""
     from engine.layers.triton_ops import TritonOps
 
@@ -236,7 +236,7 @@ def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrar
     return library
 
 
-def create_drafter(head: DraftHead, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
+def create_drafter(head: DraftNetwork, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
     """Return a drafter for `head` with its own pages, on the head's device."""
     config, weight = head.config, head.embed_rows
     kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)

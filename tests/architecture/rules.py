@@ -43,6 +43,27 @@ PART_IMPORTS: dict[str, tuple[str, ...]] = {
 DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
     # The command line names every entry point of the repository.
     "app.cli": ("engine.training", "ops"),
+    # They drive the making of drafts, of which a server needs nothing.
+    **dict.fromkeys(
+        (
+            "app.cli_train",
+            "app.cli_draft",
+            "app.cli_synth",
+            "app.cli_eval",
+            "app.evaluation",
+            "app.training_data",
+            "app.chat_tokens",
+            "app.train_workers",
+        ),
+        (
+            "engine.training",
+            "engine.draft",
+            "engine.tree",
+            "engine.config",
+            "engine.model.config",
+            "engine.weights",
+        ),
+    ),
     # Measures single parts.
     "benchmarks": ("engine",),
 }
@@ -103,6 +124,7 @@ LIBRARY_MODULES = (
 # Modules outside `engine` that may import inside functions, and why.
 LAZY_IMPORTERS: dict[str, str] = {
     "app.cli": "a command loads only what it runs: help and bench must not wait for Ray",
+    "app.cli_train": "several workers need Ray Train, which is an extra and takes seconds to import",
     "benchmarks.tree_attention": "compares with xformers where it is installed",
     "app.cli_serve": "a bad configuration and a taken port are told before Ray starts, which takes seconds",
 }
