@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout, PrefillLayout
-from engine.draft.head import HeadInput
 from engine.draft.network import DraftNetwork
 from engine.draft.ops import AlignWindow, DraftOps, TorchDraftOps, place_children
+from engine.draft.pairs import HeadInput
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles

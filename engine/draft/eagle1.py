@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.draft.config import DraftConfig
-from engine.draft.head import HeadInput
+from engine.draft.pairs import HeadInput
 from engine.layers.decoder import Attend, DecoderLayer
 from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.ops import LayerOps, TorchOps
@@ -69,16 +69,20 @@ class Eagle1Head(nn.Module):
         """
         return self.run(self.open(token_ids, features, positions), attend)
 
+    @property
+    def pair_norms(self) -> None:
+        """Neither half of a pair is normed."""
+
     def open(self, token_ids: Tensor, features: Tensor, positions: Tensor) -> HeadInput:
         """Return what the layers read of T pairs."""
         embedded = F.embedding(token_ids, self.embed_rows)
-        x = self.fc(torch.cat((embedded, features), dim=-1))
-        return HeadInput(x, x, self.rotary(positions))
+        return HeadInput(torch.cat((embedded, features), dim=-1), features, self.rotary(positions))
 
     def run(self, pairs: HeadInput, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, given what `open` returned."""
+        """Return what `forward` does, given what `open` returned; the stream begins with the joined pair."""
         first, *others = cast("list[DecoderLayer]", self.layers)
-        delta, residual = first.forward(pairs.x, pairs.residual, pairs.angles, attend, 0, self.ops)
+        x = self.fc(pairs.x)
+        delta, residual = first.forward(x, x, pairs.angles, attend, 0, self.ops)
         for layer_idx, layer in enumerate(others, start=1):
             norm = layer.input_norm
             x, residual = self.ops.add_norm(delta, residual, norm.weight, norm.eps)

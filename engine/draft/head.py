@@ -3,7 +3,6 @@
 Walking a tree with it is left to `drafter`.
 """
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,22 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.draft.config import DraftConfig
+from engine.draft.pairs import HeadInput
 from engine.layers.decoder import Attend, DecoderLayer
 from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.norm import RMSNorm
 from engine.layers.ops import LayerOps, TorchOps
-from engine.layers.rotary import Angles, Rotary
-
-
-@dataclass(frozen=True, slots=True)
-class HeadInput:
-    """What the layers of a head read of T pairs: x [T, layer input size]; residual [T, H], the stream that
-    they add to; angles of the positions.
-    """
-
-    x: Tensor
-    residual: Tensor
-    angles: Angles
+from engine.layers.rotary import Rotary
 
 
 class DraftHead(nn.Module):
@@ -97,16 +86,24 @@ class DraftHead(nn.Module):
         """
         return self.run(self.open(token_ids, features, positions), attend)
 
+    @property
+    def pair_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """The norms of a pair's token and of its feature."""
+        return cast("list[DecoderLayer]", self.layers)[0].input_norm, self.feature_norm
+
     def open(self, token_ids: Tensor, features: Tensor, positions: Tensor) -> HeadInput:
         """Return what the layers read of T pairs."""
-        norm = cast("list[DecoderLayer]", self.layers)[0].input_norm
+        norm, own = self.pair_norms
         embedded = F.embedding(token_ids, self.embed_rows)
-        x = self.ops.norm_pair(embedded, norm.weight, features, self.feature_norm.weight, norm.eps)
-        return HeadInput(x, self.residual_of(x, features), self.rotary(positions))
-
-    def residual_of(self, x: Tensor, features: Tensor) -> Tensor:
-        """Return the stream that the layers add to: the features [T, H], or their half of x [T, 2 * H]."""
-        return x[:, self.config.hidden_size :].contiguous() if self.config.is_residual_normed else features
+        normed = (
+            self.ops.norm(embedded, norm.weight, norm.eps),
+            self.ops.norm(features, own.weight, own.eps),
+        )
+        return HeadInput(
+            x=torch.cat(normed, dim=-1),
+            residual=normed[1] if self.config.is_residual_normed else features,
+            angles=self.rotary(positions),
+        )
 
     def run(self, pairs: HeadInput, attend: Attend) -> tuple[Tensor, Tensor]:
         """Return what `forward` does, given what `open` returned."""

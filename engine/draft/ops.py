@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.draft.head import HeadInput
 from engine.draft.network import DraftNetwork
+from engine.draft.pairs import HeadInput
 from engine.kvcache.kv_pool import slots_of
 from engine.sampling.sampler import best_children
 from engine.speculation import DraftOutput, TreeTensors

@@ -2,15 +2,12 @@
 `engine/kernels`.
 """
 
-from typing import cast
-
 from torch import Tensor
 
-from engine.draft.head import DraftHead, HeadInput
 from engine.draft.network import DraftNetwork
 from engine.draft.ops import AlignWindow, LevelPass, WindowPass
+from engine.draft.pairs import HeadInput
 from engine.kernels.draft import Pairs, PairTables, choose_children, open_level, open_window
-from engine.layers.decoder import DecoderLayer
 from engine.speculation import DraftOutput, TreeTensors
 
 
@@ -32,7 +29,7 @@ class TritonDraftOps:
             *(fused, window.block_tables, block_size),
             overlap=self._overlap,
         )
-        return WindowPass(_head_input(head, pairs), slots, suffix_mask, end)
+        return WindowPass(_head_input(pairs), slots, suffix_mask, end)
 
     def open_level(
         self,
@@ -47,7 +44,7 @@ class TritonDraftOps:
         pairs, rows = open_level(
             _tables(head), tree, depth, feature, end, draft.token_ids, overlap=self._overlap
         )
-        return LevelPass(_head_input(head, pairs), rows)
+        return LevelPass(_head_input(pairs), rows)
 
     def choose(
         self, head: DraftNetwork, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
@@ -57,18 +54,17 @@ class TritonDraftOps:
 
 
 def _tables(head: DraftNetwork) -> PairTables:
-    assert isinstance(head, DraftHead), "heads of EAGLE-1 open their pairs by torch"
-    norm = cast("list[DecoderLayer]", head.layers)[0].input_norm
+    norms = head.pair_norms
     return PairTables(
         embedding=head.embed_rows,
-        token_weight=norm.weight,
-        feature_weight=head.feature_norm.weight,
         angles=head.rotary.table,
-        eps=norm.eps,
+        token_weight=None if norms is None else norms[0].weight,
+        feature_weight=None if norms is None else norms[1].weight,
+        eps=head.config.rms_norm_eps,
+        is_residual_normed=head.config.is_residual_normed,
     )
 
 
-def _head_input(head: DraftNetwork, pairs: Pairs) -> HeadInput:
-    assert isinstance(head, DraftHead)
+def _head_input(pairs: Pairs) -> HeadInput:
     cos, sin = pairs.angles.unsqueeze(1).chunk(2, dim=-1)
-    return HeadInput(pairs.x, head.residual_of(pairs.x, pairs.residual), (cos, sin))
+    return HeadInput(pairs.x, pairs.residual, (cos, sin))

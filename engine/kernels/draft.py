@@ -19,20 +19,21 @@ from engine.speculation import DraftOutput, TreeTensors
 
 
 class PairTables(NamedTuple):
-    """What a pair is made from: embedding [V, H], the weights [H] that its token and its feature are
-    normalised with, and the rotary table [P, 2 * D].
+    """What a pair is made from: embedding [V, H], the rotary table [P, 2 * D], and the weights [H] that its
+    token and its feature are normalised with; None where they are not.
     """
 
     embedding: Tensor
-    token_weight: Tensor
-    feature_weight: Tensor
     angles: Tensor
+    token_weight: Tensor | None
+    feature_weight: Tensor | None
     eps: float
+    is_residual_normed: bool
 
 
 class Pairs(NamedTuple):
-    """T pairs: x [T, 2 * H], token and feature normalised side by side; residual [T, H], the features;
-    angles [T, 2 * D], as rows of the table.
+    """T pairs: x [T, 2 * H], token and feature side by side; residual [T, H], the features, normalised or
+    not; angles [T, 2 * D], as rows of the table.
     """
 
     x: Tensor
@@ -58,15 +59,18 @@ def open_window(
     """
     num_rows, width = positions.shape
     size, angle_size = features.shape[1], tables.angles.shape[1]
-    for x in (*tables[:4], positions, is_pending, token_ids, features, block_tables):
+    for x in (*tables[:2], positions, is_pending, token_ids, features, block_tables):
         assert x.is_contiguous(), x.stride()
     pairs = _room(tables, num_rows * width, features)
+    if not tables.is_residual_normed:
+        pairs = pairs._replace(residual=features)
     slots, end = torch.empty_like(positions), torch.empty_like(positions[:, 0])
     mask = torch.empty(num_rows, width, width, dtype=torch.bool, device=positions.device)
     block = triton.next_power_of_2(size)
     _open_window_kernel[(num_rows * width, 3)](
         *(*tables[:4], positions, is_pending.view(torch.uint8), token_ids, features, block_tables),
-        *(pairs.x, pairs.angles, slots, mask.view(torch.uint8), end),
+        *(pairs.x, pairs.residual if tables.is_residual_normed else None, pairs.angles),
+        *(slots, mask.view(torch.uint8), end),
         *(width, block_tables.shape[1], block_size, size, angle_size, tables.eps),
         BLOCK=block,
         BLOCK_ANGLES=triton.next_power_of_2(angle_size),
@@ -75,7 +79,7 @@ def open_window(
         num_warps=warps_of_row(block),
         launch_pdl=overlap,
     )
-    return pairs._replace(residual=features), slots.flatten(), mask, end
+    return pairs, slots.flatten(), mask, end
 
 
 def open_level(
@@ -97,7 +101,7 @@ def open_level(
     level = tree.level(depth)
     above = tree.level(depth - 1).start if depth > 1 else -1
     size, angle_size = feature.shape[2], tables.angles.shape[1]
-    for x in (*tables[:4], tree.columns, tree.parents, end, token_ids):
+    for x in (*tables[:2], tree.columns, tree.parents, end, token_ids):
         assert x.is_contiguous(), x.stride()
     assert feature.stride(2) == 1, feature.stride()
     pairs = _room(tables, num_rows * tree.widths[depth - 1], feature)
@@ -109,6 +113,7 @@ def open_level(
         *(*feature.stride()[:2], size, angle_size, tables.eps),
         BLOCK=block,
         BLOCK_ANGLES=triton.next_power_of_2(angle_size),
+        RESIDUAL_NORMED=tables.is_residual_normed,
         OVERLAP=overlap,
         num_warps=warps_of_row(block),
         launch_pdl=overlap,
@@ -165,18 +170,57 @@ def _copy_angles(table, out, pair, position, size, BLOCK: tl.constexpr):
     tl.store(out + pair * size + idx, tl.load(table + position * size + idx, idx < size), idx < size)
 
 
+@triton.jit
+def _load_weight(weight, element, size):
+    """Return the weight of a norm [BLOCK] float32, of a norm that there is."""
+    loaded = tl.zeros(element.shape, tl.float32)
+    if weight is not None:
+        loaded = tl.load(weight + element, element < size, 0.0).to(tl.float32)
+    return loaded
+
+
+@triton.jit
+def _normed(values, has_norm, weight, size, eps):
+    """Return the values normalised, where there is a norm."""
+    if has_norm is not None:
+        values = scaled(values.to(tl.float32), weight, size, eps).to(values.dtype)
+    return values
+
+
+@triton.jit
+def _write_token(embedding, norm, token_id, out, element, size, eps, OVERLAP: tl.constexpr):
+    """Write the embedding of the token at `token_id` to the pointers `out`."""
+    weight = _load_weight(norm, element, size)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(embedding + tl.load(token_id) * size + element, element < size, 0.0)
+    tl.store(out, _normed(values, norm, weight, size, eps), element < size)
+
+
+@triton.jit
+def _write_feature(
+    values, norm, weight, out, residual, pair, element, size, eps, RESIDUAL_NORMED: tl.constexpr
+):
+    """Write a feature to the pointers `out` and, where there is room for it, to the residual."""
+    normed = _normed(values, norm, weight, size, eps)
+    tl.store(out, normed, element < size)
+    if residual is not None:
+        tl.store(residual + pair * size + element, normed if RESIDUAL_NORMED else values, element < size)
+
+
 @triton.jit(do_not_specialize=["width", "num_blocks"])
 def _open_window_kernel(
     embedding,
+    angle_table,
     token_weight,
     feature_weight,
-    angle_table,
     positions,
     is_pending,
     token_ids,
     features,
     block_tables,
     x,
+    residual,
     angles,
     slots,
     mask,
@@ -189,26 +233,23 @@ def _open_window_kernel(
     eps,
     BLOCK: tl.constexpr,
     BLOCK_ANGLES: tl.constexpr,
+    RESIDUAL_NORMED: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element = tl.arange(0, BLOCK)
-    is_element = element < size
     out = x + pair * 2 * size + element
     if part == 0:
-        weight = tl.load(token_weight + element, is_element, 0.0).to(tl.float32)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        source = embedding + tl.load(token_ids + pair) * size
-        values = tl.load(source + element, is_element, 0.0).to(tl.float32)
-        tl.store(out, scaled(values, weight, size, eps).to(x.dtype.element_ty), is_element)
+        _write_token(embedding, token_weight, token_ids + pair, out, element, size, eps, OVERLAP)
     elif part == 1:
-        weight = tl.load(feature_weight + element, is_element, 0.0).to(tl.float32)
+        weight = _load_weight(feature_weight, element, size)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        values = tl.load(features + pair * size + element, is_element, 0.0).to(tl.float32)
-        tl.store(out + size, scaled(values, weight, size, eps).to(x.dtype.element_ty), is_element)
+        values = tl.load(features + pair * size + element, element < size, 0.0)
+        _write_feature(
+            values, feature_weight, weight, out + size, residual, pair, element, size, eps, RESIDUAL_NORMED
+        )
     else:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
@@ -231,9 +272,9 @@ def _open_window_kernel(
 @triton.jit(do_not_specialize=["depth", "start", "width", "above", "num_columns", "num_nodes"])
 def _open_level_kernel(
     embedding,
+    angle_table,
     token_weight,
     feature_weight,
-    angle_table,
     columns,
     parents,
     feature,
@@ -256,37 +297,33 @@ def _open_level_kernel(
     eps,
     BLOCK: tl.constexpr,
     BLOCK_ANGLES: tl.constexpr,
+    RESIDUAL_NORMED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = pair // width, start + pair % width
     element = tl.arange(0, BLOCK)
-    is_element = element < size
     out = x + pair * 2 * size + element
     # Padding reads the root: it is finite where the root is, and nobody reads what becomes of it.
     node = tl.load(columns + row * num_columns + column)
     is_node = node < num_nodes
     node = tl.where(is_node, node, 0)
     if part == 0:
-        weight = tl.load(token_weight + element, is_element, 0.0).to(tl.float32)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        source = embedding + tl.load(token_ids + row * num_nodes + node) * size
-        values = tl.load(source + element, is_element, 0.0).to(tl.float32)
-        tl.store(out, scaled(values, weight, size, eps).to(x.dtype.element_ty), is_element)
+        token_id = token_ids + row * num_nodes + node
+        _write_token(embedding, token_weight, token_id, out, element, size, eps, OVERLAP)
         tl.store(rows + pair, row * num_columns + column)
     elif part == 1:
-        weight = tl.load(feature_weight + element, is_element, 0.0).to(tl.float32)
+        weight = _load_weight(feature_weight, element, size)
         # Nodes are numbered level by level, so those of a level are side by side in it.
         first = tl.load(columns + row * num_columns + above, above >= 0, 0)
         parent = tl.where(is_node, tl.load(parents + row * num_nodes + node) - first, 0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         source = feature + row * feature_row + parent * feature_node
-        values = tl.load(source + element, is_element, 0.0)
-        tl.store(residual + pair * size + element, values, is_element)
-        normed = scaled(values.to(tl.float32), weight, size, eps)
-        tl.store(out + size, normed.to(x.dtype.element_ty), is_element)
+        values = tl.load(source + element, element < size, 0.0)
+        _write_feature(
+            values, feature_weight, weight, out + size, residual, pair, element, size, eps, RESIDUAL_NORMED
+        )
     else:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()

@@ -166,6 +166,30 @@ def _copy(source, target, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _fill(target, value, size, BLOCK: tl.constexpr):
+    """Set `size` int64 to a value."""
+    for begin in tl.range(0, size, BLOCK):
+        idx = begin + tl.arange(0, BLOCK)
+        tl.store(target + idx, tl.full([BLOCK], value, tl.int64), idx < size)
+
+
+@triton.jit
+def _first_pending(draft_len, draft_start, root, width):
+    """Return (first pending position, first cached position) of a slot, whose draft K/V then reaches past
+    its root.
+    """
+    cached, start = tl.load(draft_len), tl.load(draft_start)
+    first = tl.minimum(tl.maximum(cached, root + 1 - width), root)
+    # Positions in between have no draft K/V and never will.
+    start = tl.where(first > cached, first, start)
+    # Every warp must have read what is now overwritten.
+    tl.debug_barrier()
+    tl.store(draft_len, root + 1)
+    tl.store(draft_start, start)
+    return first, start
+
+
+@triton.jit
 def _column(position, ring):
     """Return position modulo `ring`, also of negative positions."""
     return (position % ring + ring) % ring
@@ -231,30 +255,20 @@ def _open_kernel(
         for idx in tl.static_range(NUM_NUMBERS):
             tl.store(row_numbers + idx * num_rows + row, tl.load(numbers + idx * num_slots + slot))
         if window_positions is not None:
-            cached, start = tl.load(draft_len + slot), tl.load(draft_start + slot)
-            first = tl.minimum(tl.maximum(cached, root + 1 - width), root)
-            # Positions in between have no draft K/V and never will.
-            start = tl.where(first > cached, first, start)
+            first, start = _first_pending(draft_len + slot, draft_start + slot, root, width)
+            tl.store(prefix_start + row, start)
+            tl.store(prefix_end + row, first)
             idx = tl.arange(0, BLOCK_WIDTH)
-            is_idx = idx < width
+            at, is_idx = row * width + idx, idx < width
             position = root + 1 - width + idx
             kept = tl.load(tokens + slot * (ring + 1) + _column(position, ring), is_idx)
-            at = row * width + idx
             tl.store(window_positions + at, position, is_idx)
             tl.store(is_pending + at, (position >= first).to(tl.uint8), is_idx)
             tl.store(window_tokens + at, tl.where(position == root, root_id, kept), is_idx)
-            tl.store(prefix_start + row, start)
-            tl.store(prefix_end + row, first)
-            # Every warp has read what is now overwritten.
-            tl.debug_barrier()
-            tl.store(draft_len + slot, root + 1)
-            tl.store(draft_start + slot, start)
     elif part == 1:
         _copy(tables + slot * table_width, row_tables + row * num_blocks, num_blocks, BLOCK)
         if children is not None:
-            for begin in tl.range(0, num_children, BLOCK):
-                idx = begin + tl.arange(0, BLOCK)
-                tl.store(children + row * num_children + idx, (idx * 0 - 1).to(tl.int64), idx < num_children)
+            _fill(children + row * num_children, -1, num_children, BLOCK)
     elif window_positions is not None:
         idx = part - 2
         column = _column(root - width + idx, ring)

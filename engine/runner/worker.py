@@ -12,7 +12,6 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.draft.drafter import Drafter
-from engine.draft.head import DraftHead
 from engine.draft.loader import LoadedDraft, load_draft
 from engine.draft.network import DraftNetwork
 from engine.draft.ops import DraftOps, TorchDraftOps
@@ -115,10 +114,8 @@ def wire_worker(
     )
     backend = create_backend(config.attention_backend, device)
     drafter = None if head is None else create_drafter(head, backend, shape)
-    verify = verify or choose_verify(device)
-    runner = ModelRunner(
-        target, drafter, backend, shape, model.eos_token_ids, verify, choose_slot_ops(device)
-    )
+    parts = (verify or choose_verify(device), choose_slot_ops(device))
+    runner = ModelRunner(target, drafter, backend, shape, model.eos_token_ids, *parts)
     return Worker(
         runner=runner,
         library=library,
@@ -161,9 +158,9 @@ def choose_slot_ops(device: torch.device) -> SlotOps:
     return TritonSlotOps(overlap=_can_overlap(device))
 
 
-def choose_draft_ops(head: DraftNetwork, device: torch.device) -> DraftOps:
-    """Return the implementation of `DraftOps` for a head on a device."""
-    if device.type != "cuda" or not isinstance(head, DraftHead):
+def choose_draft_ops(device: torch.device) -> DraftOps:
+    """Return the implementation of `DraftOps` for a device."""
+    if device.type != "cuda":
         return TorchDraftOps()
     from engine.draft.triton_ops import TritonDraftOps
 
@@ -244,7 +241,7 @@ def create_drafter(head: DraftNetwork, backend: AttentionBackend, shape: RunnerS
     config, weight = head.config, head.embed_rows
     kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
     pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
-    return Drafter(head, pool, backend, shape.block_size, choose_draft_ops(head, weight.device))
+    return Drafter(head, pool, backend, shape.block_size, choose_draft_ops(weight.device))
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -9,6 +9,7 @@ from engine.draft.head import DraftHead
 from engine.draft.network import DraftNetwork
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
+from engine.runner.worker import choose_draft_ops
 from tests.exactness.tiny import CONFIG, MAX_LEN, TAPS, VOCAB, EngineShape, exact_backend, runner_shape
 
 DRAFT = DraftConfig(
@@ -48,4 +49,5 @@ def make_drafter(shape: EngineShape, head: DraftNetwork, backend: AttentionBacke
     sizes = runner_shape(shape, shape.feature_window - 1)
     kv_shape = (config.num_kv_heads, config.head_dim, torch.float32, device)
     pool = KVPool(config.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
-    return Drafter(head, pool, backend or exact_backend(device), shape.block_size)
+    backend = backend or exact_backend(device)
+    return Drafter(head, pool, backend, shape.block_size, choose_draft_ops(device))

@@ -21,6 +21,8 @@ from engine.runner.step_rows import StepRows
 from engine.runner.triton_slot_ops import TritonSlotOps
 from engine.speculation import DraftOutput, TreeTensors, Verification
 from engine.tree.topology import TreeTopology, chain, root_only
+from tests.exactness.head import build_drafter
+from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +65,44 @@ def assert_last_place(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def fields(value: object) -> dict[str, torch.Tensor | None]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+# --- whole steps
+
+
+def run_engine(mode: str, slot_ops, draft_ops) -> tuple[dict[str, tuple[int, ...]], list[list[list[int]]]]:
+    """Return what an engine emits and what it drafts, prompts of all lengths coming and going."""
+    target = build_target().to(DEVICE)
+    shape = EngineShape(mode=mode, feature_window=6, max_num_seqs=3)
+    drafter = build_drafter(shape, target)
+    drafter._ops = draft_ops
+    drafts, draft = [], drafter.draft
+
+    def watch(window, tree, noise, output):
+        draft(window, tree, noise, output)
+        drafts.append(output.token_ids.tolist())
+
+    drafter.draft = watch
+    engine = build_engine(target, drafter, shape)
+    engine._runner._state._ops = slot_ops
+    trees = ("auto", "off", "chain-2", "auto")
+    asked = [
+        request_of(f"r{idx}", prompt, 100 + idx, speculation=trees[idx], temperature=0.7, max_tokens=9)
+        for idx, prompt in enumerate(prompts(4, length=1))
+    ]
+    return run(engine, asked), drafts
+
+
+@in_variants
+@pytest.mark.parametrize("mode", ["chain-3", "tree-8"])
+def test_an_engine_drafts_and_emits_what_it_does_by_torch(overlap, mode):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    found = run_engine(mode, TritonSlotOps(overlap=overlap), TritonDraftOps(overlap=overlap))
+    expected = run_engine(mode, TorchSlotOps(), TorchDraftOps())
+    torch.set_float32_matmul_precision(before)
+    assert found == expected
+    assert len(expected[1]) > 5
 
 
 # --- slots
@@ -179,7 +219,7 @@ def verified(tree: TreeTensors, seed: int) -> Verification:
 @pytest.mark.parametrize("feature_size", [0, 3, 4100])
 @pytest.mark.parametrize("seed", range(4))
 def test_committed_steps_are_those_of_torch(overlap, seed, feature_size):
-    topologies = (*tuple(t for t in trees_of(seed) if t.depth < WINDOW), chain(3), chain(3))
+    topologies = (*(t for t in trees_of(seed) if t.depth < WINDOW), chain(3), chain(3))
     tree = padded(topologies)
     slots = torch.tensor([2, 4, 1, 3, 0, 0][: tree.num_rows], device=DEVICE)
     verification = verified(tree, seed)
