@@ -74,6 +74,7 @@ def open_window(
         *(width, block_tables.shape[1], block_size, size, angle_size, tables.eps),
         BLOCK=block,
         BLOCK_ANGLES=triton.next_power_of_2(angle_size),
+        RESIDUAL_NORMED=tables.is_residual_normed,
         BLOCK_WIDTH=triton.next_power_of_2(width),
         OVERLAP=overlap,
         num_warps=warps_of_row(block),
