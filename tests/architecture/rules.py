@@ -147,8 +147,8 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 
 # What a reader must hold to change a decode step: the vocabulary, the loop, policy, and the step itself by
-# torch. Left out are the sizes of networks as they are read from files, prefill, and what one device does
-# faster.
+# torch. Left out are the sizes of networks as they are read from files, prefill, stop strings (text, judged
+# after the step), starting the process, and what one device does faster (packed weights, kernels, graphs).
 CORE = (
     *("engine.errors", "engine.config", "engine.request", "engine.batch", "engine.speculation"),
     *("engine.engine", "engine.core", "engine.async_engine", "engine.messages"),
