@@ -5,7 +5,7 @@ What the machine answered (the dtype picked, the number of blocks that fit) is a
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.errors import ConfigError
 
@@ -93,10 +93,8 @@ class EngineConfig:
             raise ConfigError(f"memory_gib must be positive, found {self.memory_gib}")
 
     def device_sizes(self, is_cuda: bool) -> "DeviceSizes":
-        """Return block size, token budget and tree table, as asked for or as suits the device.
-
-        A GPU reads pages in tiles of 64 positions, and a few thousand tokens fill it; on a CPU prompts go in
-        small pieces, since every one of them holds up the rows that decode.
+        """Return what is asked for, else what suits the device: a GPU reads pages in tiles of 64 positions
+        and a few thousand tokens fill it; on a CPU every piece of a prompt holds up the rows that decode.
         """
         table = self.speculation.table
         return DeviceSizes(
@@ -106,9 +104,8 @@ class EngineConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSizes:
-    """The sizes of `EngineConfig` that a device has a say in."""
+class DeviceSizes(NamedTuple):
+    """The part of `EngineConfig` that a device has a say in."""
 
     block_size: int
     max_batched_tokens: int

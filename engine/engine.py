@@ -74,19 +74,14 @@ class Engine:
         return engine
 
     def prepare(self) -> None:
-        """Capture the steps that the dispatcher can ask for, and plain decoding, which any request may ask
-        for. Does nothing on a device that captures none.
-        """
+        """Capture what the dispatcher can ask for, and plain decoding, where the device captures steps."""
         max_rows = self.facts.max_num_seqs
         off = (self._scheduler.root_only, range(1, max_rows + 1))
         for topology, num_rows in (*self._dispatcher.reachable(max_rows), off):
             self._runner.capture(topology, num_rows)
 
     def capture(self, tree: str, num_rows: int) -> None:
-        """Capture the steps of up to `num_rows` rows over the tree called `tree`, which requests may name.
-
-        Raises `ConfigError` for an unknown name.
-        """
+        """Capture steps of up to `num_rows` rows over a tree. Raises `ConfigError` for an unknown name."""
         self._runner.capture(self._scheduler.library.get(tree), range(1, num_rows + 1))
 
     @property
