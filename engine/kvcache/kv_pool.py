@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from engine.kvcache.finite import finite
 from engine.kvcache.tree_scratch import TreeScratch
 
 
@@ -27,11 +26,6 @@ class KVPool:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-
-    def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k, v [T, Hkv, D] of one layer at slots [T] int64 (block * block_size + offset)."""
-        self.k[layer_idx].view(-1, *k.shape[1:]).index_copy_(0, slots, finite(k))
-        self.v[layer_idx].view(-1, *v.shape[1:]).index_copy_(0, slots, finite(v))
 
     def scratch(self, num_tokens: int) -> TreeScratch:
         """Return room for the K/V of `num_tokens` nodes; whoever reads a row must have written it."""

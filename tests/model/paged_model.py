@@ -95,7 +95,8 @@ class PagedModel:
         def attend(layer_idx, qkv, angles):
             q, k, v = rotate_qkv(qkv, angles, self.pool.num_kv_heads)
             if slots is not None:
-                self.pool.store(layer_idx, slots, k, v)
+                for rows, stored in zip(self.pool.rows(layer_idx), (k, v), strict=True):
+                    rows[slots] = stored
             pages = self.pool.k[layer_idx], self.pool.v[layer_idx]
             return attend_pages(q[None], k[None], v[None], *pages)[0]
 
