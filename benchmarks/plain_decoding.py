@@ -1,13 +1,15 @@
 """How good plain decoding is: one engine step against its own matrix products, and against transformers'
 generate.
 
-Everything alternates in one process at one thread; medians of rounds. Run: python
-benchmarks/plain_decoding.py DTYPE
+Everything alternates in one process at one thread, in the environment of a serving core; medians of rounds.
+Run: python benchmarks/plain_decoding.py DTYPE
 """
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, Request, SamplingParams, resolve_model
+from engine.environment import core_environment
 from engine.model.config import ModelConfig
 from engine.runner.calibrate import DTYPES
 from engine.runner.worker import load_target
@@ -89,4 +92,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "_EYAS_CORE" not in os.environ:  # the C library reads its settings at a start only
+        environment = core_environment() | {"_EYAS_CORE": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)  # noqa: S606
     main()

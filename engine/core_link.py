@@ -5,7 +5,6 @@ What is said is left to `messages`; who is waiting for an answer to `async_engin
 
 import asyncio
 import logging
-import os
 import pickle
 import queue
 import socket
@@ -16,9 +15,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.environment import core_environment
 from engine.errors import EngineDeadError
 from engine.messages import ClientMessage, CoreMessage, Failed, Ready, Shutdown
 from engine.stats import EngineFacts
@@ -129,12 +128,9 @@ class CoreLink:
 
 def _spawn(core_end: socket.socket) -> subprocess.Popen[bytes]:
     """Start `python -m engine.core` with its end of the connection, and close that end here."""
-    # The package may be on this process's path only, as in a test run from a checkout.
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-m", "engine.core", str(core_end.fileno())]
     try:
-        return subprocess.Popen(command, pass_fds=[core_end.fileno()], env=environment)  # noqa: S603
+        return subprocess.Popen(command, pass_fds=[core_end.fileno()], env=core_environment())  # noqa: S603
     finally:
         core_end.close()
 

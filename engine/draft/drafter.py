@@ -84,7 +84,7 @@ class Drafter:
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
             q = self.head.ops.rope_store(qkv, angles, *self.pool.rows(layer_idx), pairs.slots)
-            return attend_chunks(q, self.pool.k[layer_idx], self.pool.v[layer_idx])
+            return attend_chunks(q, *self.pool.layers[layer_idx])
 
         self.head(pairs.token_ids, self.head.fuse(pairs.features), pairs.positions, attend)
 
@@ -147,12 +147,14 @@ class Drafter:
         """
         num_rows, width, num_keys = layout.suffix_mask.shape
         attend_pages = self.backend.bind(layout, self.block_size)
+        layers = scratch.layers(num_rows)
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q = self.head.ops.rope_store(qkv, angles, scratch.k[layer_idx], scratch.v[layer_idx], rows)
-            pages = self.pool.k[layer_idx], self.pool.v[layer_idx]
-            k, v = scratch.layer(layer_idx, num_rows)
-            q = q.view(num_rows, width, *q.shape[1:])
+            k_dest, v_dest, k, v = layers[layer_idx]
+            q = self.head.ops.rope_store(qkv, angles, k_dest, v_dest, rows).view(
+                num_rows, width, -1, k.shape[-1]
+            )
+            pages = self.pool.layers[layer_idx]
             return attend_pages(q, k[:, :num_keys], v[:, :num_keys], *pages).flatten(0, 1)
 
         feature, hidden = self.head.run(pairs, attend)

@@ -26,6 +26,7 @@ class KVPool:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = tuple(zip(self.k, self.v, strict=True))  # views: to index costs as much as to compute
 
     def scratch(self, num_tokens: int) -> TreeScratch:
         """Return room for the K/V of `num_tokens` nodes; whoever reads a row must have written it."""

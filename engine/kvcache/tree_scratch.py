@@ -16,7 +16,9 @@ class TreeScratch:
     k: Tensor
     v: Tensor
 
-    def layer(self, layer_idx: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of one layer, [num_rows, T / num_rows, Hkv, D]."""
-        k, v = self.k[layer_idx], self.v[layer_idx]
-        return k.view(num_rows, -1, *k.shape[1:]), v.view(num_rows, -1, *v.shape[1:])
+    def layers(self, num_rows: int) -> list[tuple[Tensor, ...]]:
+        """Return (K, V, K by row, V by row) of each layer: two [T, Hkv, D], two [num_rows, T / num_rows, Hkv,
+        D].
+        """
+        by_row = (x.view(x.shape[0], num_rows, -1, *x.shape[2:]) for x in (self.k, self.v))
+        return list(zip(self.k, self.v, *by_row, strict=True))

@@ -58,8 +58,7 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Return x [T, heads, head_dim] turned by `angles`."""
     cos, sin = angles
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rotate_qkv(qkv: Tensor, angles: Angles, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -99,13 +99,14 @@ class DecodeStep:
         attend_pages = self._backend.bind(layout, self._block_size)
 
         scratch = self._pool.scratch(tree.num_rows * tree.num_nodes)
+        layers = scratch.layers(tree.num_rows)
         ops = self._target.ops
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q = ops.rope_store(qkv, angles, scratch.k[layer_idx], scratch.v[layer_idx])
-            pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
-            suffix = scratch.layer(layer_idx, tree.num_rows)
-            return attend_pages(q.view(*shape, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
+            k_dest, v_dest, k, v = layers[layer_idx]
+            q = ops.rope_store(qkv, angles, k_dest, v_dest)
+            q = q.view(*shape, *q.shape[1:])
+            return attend_pages(q, k, v, *self._pool.layers[layer_idx]).flatten(0, 1)
 
         token_ids = rows.draft.token_ids.clamp(min=0).flatten()
         output = self._target(token_ids, rows.positions.flatten(), attend)

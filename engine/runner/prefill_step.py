@@ -48,7 +48,7 @@ class PrefillStep:
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
             q = ops.rope_store(qkv, angles, *self._pool.rows(layer_idx), slots)
-            return attend_chunks(q, self._pool.k[layer_idx], self._pool.v[layer_idx])
+            return attend_chunks(q, *self._pool.layers[layer_idx])
 
         output = self._target(token_ids, positions, attend)
         if self._drafter is not None:

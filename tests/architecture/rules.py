@@ -15,6 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "stats",
         "tap",
         "detokenizer",
+        "environment",
         "stop_strings",
         "weights.json_object < model.config",
     ),

@@ -21,7 +21,9 @@ def test_a_layer_is_seen_row_by_row():
     scratch = make_pool().scratch(6)
     scratch.k.copy_(torch.randn(scratch.k.shape))
     scratch.v.copy_(torch.randn(scratch.v.shape))
-    k, v = scratch.layer(2, 3)
+    _, _, (k_flat, v_flat, k, v) = scratch.layers(3)
+    assert torch.equal(k_flat, scratch.k[2])
+    assert torch.equal(v_flat, scratch.v[2])
     assert torch.equal(k, scratch.k[2].view(3, 2, NUM_KV_HEADS, HEAD_DIM))
     assert torch.equal(v, scratch.v[2].view(3, 2, NUM_KV_HEADS, HEAD_DIM))
 
