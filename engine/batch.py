@@ -3,6 +3,7 @@
 Device tensors are built from it in `runner` only.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from engine.request import FinishReason, SamplingParams
@@ -10,6 +11,7 @@ from engine.tree.topology import TreeTopology
 
 DUMMY_SLOT = 0  # a padded row of a batch is this slot: it reads an empty prefix and writes to the dummy block
 DUMMY_BLOCK = 0
+NUM_RANKS = 8  # of the draft's distribution that are told apart; a token beyond them has rank NUM_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,42 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class RowKind:
+    """What the acceptance of a row's drafts may depend on, as the dispatcher tells rows apart.
+
+    `temperature_class` is 0 for greedy rows, 1 up to temperature 0.7, else 2; `context_bucket` is 0 up to
+    2,048 cached tokens, 1 up to 8,192, else 2.
+    """
+
+    temperature_class: int = 0
+    is_guided: bool = False
+    context_bucket: int = 0
+
+    @staticmethod
+    def of(sampling: SamplingParams, num_cached: int) -> "RowKind":
+        """Return the kind of a row that draws by `sampling` behind `num_cached` tokens."""
+        temperature_class = bisect_left(_TEMPERATURE_EDGES, sampling.temperature)
+        return _KINDS[temperature_class][bisect_left(_CONTEXT_EDGES, num_cached)]
+
+
+_TEMPERATURE_EDGES = (0.0, 0.7)
+_CONTEXT_EDGES = (2048, 8192)
+_KINDS = tuple(
+    tuple(RowKind(temperature_class, context_bucket=bucket) for bucket in range(3))
+    for temperature_class in range(3)
+)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence decodes in this step over `topology`."""
+    """One sequence decodes in this step over `topology`. `kind` and `sequence_idx` tell the dispatcher which
+    rows are alike and which are the same.
+    """
 
     slot: int
     topology: TreeTopology
+    kind: RowKind = RowKind()
+    sequence_idx: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +115,16 @@ class StepPlan:
 class RowResult:
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
-    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing.
+    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `path`
+    holds the node ids of the accepted drafts. `next_rank` is the rank of the last token in the draft's
+    distribution at the node it was drawn at, NUM_RANKS where it is none of the first ranks, and None where
+    there was no such distribution.
     """
 
     token_ids: tuple[int, ...]
     is_finite: bool = True
+    path: tuple[int, ...] = ()
+    next_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +172,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them."""
+    """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them, and
+    `path_ranks` are their ranks from the root down. `next_rank` is that of `RowResult`; `kind` and
+    `sequence_idx` are those of `DecodeRow`.
+    """
 
     topology: TreeTopology
     num_accepted: int
+    path_ranks: tuple[int, ...] = ()
+    next_rank: int | None = None
+    kind: RowKind = RowKind()
+    sequence_idx: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ CORE = (
         "engine.draft.config",
         "engine.draft.head",
     ),
-    *("engine.draft.drafter", "engine.scheduler", "engine.dispatcher", "engine.layers"),
+    *("engine.draft.drafter", "engine.scheduler", "engine.dispatcher.dispatcher", "engine.layers"),
     *("engine.attention.reference", "engine.runner.runner", "engine.runner.slot_state"),
     *("engine.model.config", "engine.model.llama"),
 )

@@ -1,0 +1,182 @@
+"""How many tokens a tree will bring: acceptance learnt from verified drafts, by kind of row and by request.
+
+What a step costs is left to `latency`, the choice of a tree to `control`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.batch import RowKind, RowStats
+from engine.dispatcher.change import ChangeDetector
+from engine.dispatcher.evidence import Counts, Outcome, outcomes_of, row_key
+from engine.dispatcher.posterior import Estimate, estimate, tilt, variance_of_tokens
+from engine.tree.search import Profile, acceptance_length
+from engine.tree.topology import TreeTopology
+
+PRIOR_STRENGTH = 64.0  # visited nodes a depth
+DISTRUST = 4.0  # the same, once an alarm has shown that what came before no longer holds
+HALF_LIFE = 8192.0  # visited nodes; a break is left to the change detector
+MAX_TILTED_ROWS = 32  # in larger batches requests average out
+_TILT_VARIANCE = 0.4  # of a request's log odds around its kind's
+_TILT_DRIFT = 0.004  # what this variance regains per visited node, since texts change on the way
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What a tree is expected to bring per row: `tokens` with the running requests as they are, `settled`
+    leaving aside what is known of single requests; `error` is the standard error of both.
+    """
+
+    tokens: float
+    settled: float
+    error: float
+
+
+@dataclass(slots=True)
+class Tilt:
+    """How much more a request accepts than its kind, in log odds, and how sure that is."""
+
+    mean: float = 0.0
+    variance: float = _TILT_VARIANCE
+
+    def observe(self, is_hit: bool, predicted: float, total: float) -> None:
+        """Learn from one visited node by a Kalman step on the log odds.
+
+        `predicted` is the probability of a hit under this tilt and `total` that of any rank being right, wide
+        enough a tree or not.
+        """
+        slope = predicted * (1.0 - total)
+        noise = max(predicted * (1.0 - predicted), 1e-3)
+        variance = min(self.variance + _TILT_DRIFT, _TILT_VARIANCE)
+        gain = variance * slope / (slope * slope * variance + noise)
+        self.mean += gain * (is_hit - predicted)
+        self.variance = variance * (1.0 - gain * slope)
+
+
+class _Cell:
+    """Evidence of the rows of one kind, or of all."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.strength = PRIOR_STRENGTH
+        self.detector = ChangeDetector()
+
+    def observe(self, outcome: Outcome, predicted: float, times: int) -> None:
+        self.counts.add(outcome, times)
+        self.detector.observe(outcome, predicted, times)
+
+    def reset_on_alarm(self, threshold: float) -> bool:
+        """Begin again from what was seen since acceptance broke, where it did."""
+        since = self.detector.alarm(threshold)
+        if since is None:
+            return False
+        self.counts = since
+        self.strength = DISTRUST
+        return True
+
+
+class AcceptanceModel:
+    """Kinds of rows are shrunk to the whole, the whole to a prior profile, a request to its kind."""
+
+    def __init__(self, prior: Profile, strength: float = PRIOR_STRENGTH) -> None:
+        self._prior = prior
+        self._whole = _Cell()
+        self._whole.strength = strength
+        self._cells: dict[RowKind, _Cell] = {}
+        self._tilts: dict[int, Tilt] = {}
+        self._mix: Counter[RowKind] = Counter()  # of the latest step
+        self._kind_of: dict[int, RowKind] = {}
+        self._estimates: dict[RowKind | None, Estimate] = {}
+        self.num_alarms = 0
+
+    def observe(self, rows: Sequence[RowStats], threshold: float) -> bool:
+        """Learn from the rows of a step; return whether acceptance turned out to have broken. `threshold` is
+        the evidence in nats that this takes.
+        """
+        self._meet(rows)
+        share = 0.5 ** (1.0 / HALF_LIFE)
+        for row, times in self._distinct(rows):
+            cell = self._cells.setdefault(row.kind, _Cell())
+            for outcome in outcomes_of(row.topology, row.path_ranks, row.next_rank):
+                predicted = self._predict(row, outcome)
+                for owner in (cell, self._whole):
+                    owner.counts.fade(share**times)
+                    owner.observe(outcome, predicted, times)
+                self._learn_request(row, outcome, predicted)
+        alarms = [cell.reset_on_alarm(threshold) for cell in (*self._cells.values(), self._whole)]
+        if any(alarms):
+            self.num_alarms += 1
+            self._tilts = {idx: Tilt() for idx in self._tilts}
+            self.refresh()
+        return any(alarms)
+
+    def refresh(self) -> None:
+        """Let coming estimates count all that was observed; between calls they stay as they are."""
+        self._estimates.clear()
+
+    def prospect(self, topology: TreeTopology) -> Prospect:
+        """Return what `topology` is expected to bring the rows of the latest step."""
+        total = sum(self._mix.values())
+        if not total:
+            whole = self.estimate(None)
+            tokens = acceptance_length(topology, whole.profile)
+            return Prospect(tokens, tokens, math.sqrt(variance_of_tokens(topology, whole)))
+        tokens = settled = variance = 0.0
+        for kind, count in self._mix.items():
+            share, known = count / total, self.estimate(kind)
+            length = acceptance_length(topology, known.profile)
+            settled += share * length
+            lean = self._mean_tilt(kind)
+            tilted = [tilt(row, lean) for row in known.profile] if lean else known.profile
+            tokens += share * (acceptance_length(topology, tilted) if lean else length)
+            variance += share * share * variance_of_tokens(topology, known)
+        return Prospect(tokens, settled, math.sqrt(variance))
+
+    def estimate(self, kind: RowKind | None) -> Estimate:
+        """Return what is known of rows of `kind`, None for all rows."""
+        if kind not in self._estimates:
+            if kind is None:
+                self._estimates[None] = estimate(self._whole.counts, self._prior, self._whole.strength)
+            else:
+                cell = self._cells.setdefault(kind, _Cell())
+                self._estimates[kind] = estimate(cell.counts, self.estimate(None).profile, cell.strength)
+        return self._estimates[kind]
+
+    def _meet(self, rows: Sequence[RowStats]) -> None:
+        """Note who runs; requests that ended are forgotten."""
+        self._mix = Counter(row.kind for row in rows)
+        if len(rows) > MAX_TILTED_ROWS:
+            self._tilts.clear()
+            return
+        self._tilts = {row.sequence_idx: self._tilts.get(row.sequence_idx, Tilt()) for row in rows}
+        self._kind_of = {row.sequence_idx: row.kind for row in rows}
+
+    def _distinct(self, rows: Sequence[RowStats]) -> list[tuple[RowStats, int]]:
+        """Return rows that say different things, with how many say so; few in large batches."""
+        if self._tilts:
+            return [(row, 1) for row in rows]
+        found: dict[object, tuple[RowStats, int]] = {}
+        for row in rows:
+            key = (row.kind, *row_key(row))
+            first, times = found.get(key, (row, 0))
+            found[key] = (first, times + 1)
+        return list(found.values())
+
+    def _predict(self, row: RowStats, outcome: Outcome) -> float:
+        """Return how likely a hit was by what was known before."""
+        lean = self._tilts[row.sequence_idx].mean if self._tilts else 0.0
+        return sum(tilt(self.estimate(row.kind).profile[outcome.depth], lean)[: outcome.width])
+
+    def _learn_request(self, row: RowStats, outcome: Outcome, predicted: float) -> None:
+        if self._tilts:
+            known = self._tilts[row.sequence_idx]
+            total = sum(tilt(self.estimate(row.kind).profile[outcome.depth], known.mean))
+            known.observe(outcome.is_hit, predicted, total)
+
+    def _mean_tilt(self, kind: RowKind) -> float:
+        if not self._tilts:
+            return 0.0
+        leans = [known.mean for idx, known in self._tilts.items() if self._kind_of[idx] == kind]
+        return sum(leans) / len(leans) if leans else 0.0

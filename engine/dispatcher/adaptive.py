@@ -1,0 +1,175 @@
+"""The dispatcher that learns: live acceptance, measured steps and load choose the tree.
+
+Deterministic given its history. The rules of the choice are in `control`; it only keeps what they need.
+"""
+
+import math
+from collections.abc import Sequence
+
+from engine.batch import Load, StepStats
+from engine.dispatcher.acceptance import PRIOR_STRENGTH, AcceptanceModel
+from engine.dispatcher.control import ArmEstimate, Choice, Reason, Situation, choose_arm
+from engine.dispatcher.correction import LatencyModel
+from engine.dispatcher.latency import PLAIN, LatencyTable
+from engine.dispatcher.probes import Probe, Prober
+from engine.dispatcher.watchdog import Watchdog
+from engine.errors import ConfigError
+from engine.tree.search import Profile
+from engine.tree.topology import TreeTopology
+
+DECIDE_EVERY = 8  # steps
+_SWITCHES = 2.0  # changes at one load that may come in a row
+_SWITCH_EVERY = 750  # steps that earn one more: with the two above, never more than 4 in 1,000
+_AMORTISED = 64  # steps over which catching up counts
+_ALARM, _ALARM_OFF = 10.0, 5.0  # nats, speculating and not: there, one wrong alarm costs little
+_MIN_PLAIN_RUN = 2  # plain steps after which the draft has to catch up
+
+
+class AdaptiveDispatcher:
+    """Chooses among `arms`, plain decoding first, by expected accepted tokens per second."""
+
+    def __init__(
+        self,
+        arms: Sequence[TreeTopology],
+        table: LatencyTable,
+        prior: Profile,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_step_seconds: float = math.inf,
+        prior_strength: float = PRIOR_STRENGTH,
+    ) -> None:
+        missing = [tree.name for tree in arms if tree.name not in table.names]
+        if missing or not arms or arms[0].name != PLAIN:
+            raise ConfigError(f"arms must be off and trees of the latency table, which lacks {missing}")
+        self._arms = {tree.name: tree for tree in arms}
+        self._block_size, self._max_num_seqs = block_size, max_num_seqs
+        self._max_step_seconds = max_step_seconds
+        self._acceptance = AcceptanceModel(prior, prior_strength)
+        self._latency = LatencyModel(table)
+        self._watchdog = Watchdog()
+        self._prober = Prober()
+        self._probe: Probe | None = None
+        self._num_probe_steps = 0
+        self._held = PLAIN
+        self._bucket = -1
+        self._step = self._decided_at = 0
+        self._is_urgent = True
+        self._leader, self._num_leading = PLAIN, 0
+        self._credit = _SWITCHES
+        self._num_plain_run = 0  # plain steps observed in a row
+        self.num_switches = 0
+        self.situation: Situation | None = None
+        self.choice = Choice(PLAIN, Reason.ONLY_PLAIN, PLAIN)
+
+    @property
+    def held(self) -> str:
+        """The arm in use between probes."""
+        return self._held
+
+    def choose(self, load: Load) -> TreeTopology:
+        self._step += 1
+        self._watchdog.pass_step()
+        self._credit = min(_SWITCHES, self._credit + 1.0 / _SWITCH_EVERY)
+        bucket = self._latency.table.bucket(max(1, load.num_running))
+        is_new_load = bucket != self._bucket
+        if is_new_load or self._is_urgent or self._step - self._decided_at >= DECIDE_EVERY:
+            self._bucket = bucket
+            self._decide(load, is_new_load)
+        if self._num_probe_steps and self._probe is not None:
+            self._num_probe_steps -= 1
+            return self._arms[self._probe.name]
+        return self._arms[self._held]
+
+    def observe(self, stats: StepStats) -> None:
+        self._prober.earn(stats.seconds)
+        if not stats.rows:
+            return
+        is_off = self._held == PLAIN
+        threshold = (_ALARM_OFF if is_off else _ALARM) + math.log(len(stats.rows))
+        if self._acceptance.observe(stats.rows, threshold):
+            self._is_urgent = True
+            self._prober.hurry()
+        names = {row.topology.name for row in stats.rows}
+        if len(names) == 1 and not stats.num_prefill_tokens:
+            self._observe_time(names.pop(), stats)
+        self._num_plain_run = 0 if stats.rows[0].topology.num_drafts else self._num_plain_run + 1
+
+    def _observe_time(self, name: str, stats: StepStats) -> None:
+        """Learn from a step whose time is that of one tree."""
+        if name not in self._arms:
+            return
+        batch, num_cached = len(stats.rows), stats.load.num_cached_tokens
+        is_catching_up = name != PLAIN and self._num_plain_run >= _MIN_PLAIN_RUN
+        if not is_catching_up:
+            self._latency.observe(name, batch, num_cached, stats.seconds)
+        if name == PLAIN or name != self._held or not self._latency.is_measured(PLAIN, batch):
+            return
+        plain_tokens = batch * stats.seconds / self._latency.seconds(PLAIN, batch, num_cached)
+        self._watchdog.observe([row.num_accepted + 1 for row in stats.rows], plain_tokens)
+        self._is_urgent = self._is_urgent or self._watchdog.num_blocked > 0
+
+    def _decide(self, load: Load, is_new_load: bool) -> None:
+        """Weigh the arms anew; a probe under way ends where the load or the held arm changes."""
+        self._decided_at, self._is_urgent = self._step, False
+        now = self._weigh(load, is_new_load)
+        choice = choose_arm(now)
+        self.situation, self.choice = now, choice
+        self._num_leading = self._num_leading + 1 if choice.leader == self._leader else 0
+        self._leader = choice.leader
+        if choice.name != self._held:
+            self.num_switches += 1
+            self._credit -= 0.0 if is_new_load else 1.0
+            self._held = choice.name
+            self._prober.hurry()
+            self._num_probe_steps = 0
+        elif is_new_load:
+            self._num_probe_steps = 0
+        if not self._num_probe_steps:
+            self._probe = self._prober.plan(now, self._held, self._step)
+            self._num_probe_steps = self._probe.num_steps if self._probe else 0
+
+    def _weigh(self, load: Load, is_new_load: bool) -> Situation:
+        self._acceptance.refresh()
+        return Situation(
+            arms=tuple(self._estimate(tree, load) for tree in self._arms.values()),
+            held=self._held,
+            is_new_load=is_new_load,
+            leader=self._leader,
+            num_leading=self._num_leading,
+            switch_credit=self._credit,
+            num_blocked=self._watchdog.num_blocked,
+            max_seconds=self._max_step_seconds,
+        )
+
+    def _estimate(self, tree: TreeTopology, load: Load) -> ArmEstimate:
+        batch = self._num_rows(tree, load)
+        num_cached = load.num_cached_tokens * batch / max(1, load.num_running)
+        seconds = self._latency.seconds(tree.name, batch, num_cached)
+        if tree.num_drafts and self._held == PLAIN:
+            seconds += self._latency.table.catch_up_seconds(batch) / _AMORTISED
+        prospect = self._acceptance.prospect(tree)
+        return ArmEstimate(
+            name=tree.name,
+            batch=batch,
+            tokens=prospect.tokens,
+            settled=prospect.settled,
+            error=prospect.error,
+            seconds=seconds,
+            is_measured=self._latency.is_measured(tree.name, batch),
+        )
+
+    def _num_rows(self, tree: TreeTopology, load: Load) -> int:
+        """Return how many rows would run with a tree: where requests queue for cache blocks, a deep tree's
+        reserve of 2 (depth + 1) tokens a row keeps some of them out.
+        """
+        running = max(1, load.num_running)
+        if not load.num_waiting or running >= self._max_num_seqs:
+            return running
+        per_row = load.num_cached_tokens / running
+        if load.num_free_blocks * self._block_size > per_row:
+            return running
+        held = 2 * (self._arms[self._held].depth + 1)
+        room = load.num_cached_tokens + running * held + load.num_free_blocks * self._block_size
+        fitting = int(room / (per_row + 2 * (tree.depth + 1)))
+        return max(1, min(fitting, running + load.num_waiting, self._max_num_seqs))

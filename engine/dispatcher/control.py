@@ -1,0 +1,154 @@
+"""The choice of a tree from a printed situation: pure rules over a handful of numbers.
+
+Where the numbers come from is left to `acceptance` and `latency`, remembering to `adaptive`.
+"""
+
+import enum
+import math
+from dataclasses import dataclass
+
+from engine.dispatcher.latency import PLAIN
+
+MARGIN = 0.005  # a tree must be sure to beat measured plain decoding by this much
+DEVIATIONS = 1.0  # standard errors taken off a tree's tokens to be sure
+GAIN = 0.01  # a change at the same load must promise this much
+PATIENCE = 3  # decisions in a row that must agree before a more expensive tree is taken
+
+
+class Reason(enum.StrEnum):
+    """Why an arm was chosen."""
+
+    BEST = "best"
+    NEW_LOAD = "new load"
+    GAIN = "sustained gain"
+    CHEAPER = "cheaper tree is better"
+    WAITING = "a better tree must stay so"
+    NO_CREDIT = "a better tree, but too many switches lately"
+    NOT_SURE = "no tree is sure to beat plain decoding"
+    LOSING = "loses to plain decoding"
+    WATCHDOG = "realised less than plain decoding"
+    TOO_SLOW = "every better tree is over the cap on the step time"
+    ONLY_PLAIN = "no tree can run"
+    FIXED = "set by the operator"
+    PROBE = "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class ArmEstimate:
+    """What one arm promises now. `batch` is how many rows would run with it, `tokens` what each would emit
+    per step; `settled` leaves aside what is known of single requests; `error` is the standard error of both.
+    `seconds` is the step's time. `is_measured` says that live steps confirm it.
+    """
+
+    name: str
+    batch: int
+    tokens: float
+    settled: float
+    error: float
+    seconds: float
+    is_measured: bool
+
+    @property
+    def rate(self) -> float:
+        """Expected accepted tokens per second."""
+        return self.batch * self.tokens / self.seconds
+
+    @property
+    def settled_rate(self) -> float:
+        return self.batch * self.settled / self.seconds
+
+    @property
+    def lower_rate(self) -> float:
+        """What the rate is sure to be."""
+        return self.batch * (self.tokens - DEVIATIONS * self.error) / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that a decision depends on.
+
+    `arms` lists plain decoding first. `held` is the arm in use. `is_new_load` says that the batch moved to
+    another bucket since the last decision. `leader` has been the best arm for `num_leading` decisions in a
+    row, this one left out. `switch_credit` is how many changes at the same load are allowed now.
+    `num_blocked` is for how many more steps the watchdog forbids speculation. `max_seconds` caps the step.
+    """
+
+    arms: tuple[ArmEstimate, ...]
+    held: str
+    is_new_load: bool
+    leader: str
+    num_leading: int
+    switch_credit: float
+    num_blocked: int
+    max_seconds: float = math.inf
+
+    @property
+    def plain(self) -> ArmEstimate:
+        return self.arms[0]
+
+    def arm(self, name: str) -> ArmEstimate | None:
+        return next((arm for arm in self.arms if arm.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The arm for the coming steps, why, and the best arm that may be chosen, held back or not."""
+
+    name: str
+    reason: Reason
+    leader: str
+
+
+def choose_arm(now: Situation) -> Choice:
+    """Return the arm for the coming steps.
+
+    Trees that may run are those sure to beat plain decoding, and the held one as long as it is expected to.
+    The best of them by expected rate leads. At a new load the leader is taken at once; at the same load a
+    cheaper leader is taken at once, a more expensive one after `PATIENCE` decisions, either only for a gain
+    and within the switch credit. A held tree that loses to plain decoding is always left.
+    """
+    plain = now.plain
+    if now.num_blocked:
+        return Choice(PLAIN, Reason.WATCHDOG, PLAIN)
+    able = [arm for arm in now.arms[1:] if not math.isinf(arm.seconds)]
+    within = [arm for arm in able if arm.seconds <= now.max_seconds]
+    sure = [arm for arm in within if _is_sure(arm, now)]
+    held = now.arm(now.held)
+    if held is None or (held is not plain and held not in within):
+        held = plain
+    leader = max((plain, *sure), key=lambda arm: (arm.rate, -arm.seconds))
+    if now.is_new_load:
+        return Choice(leader.name, Reason.NEW_LOAD if leader is not plain else _why_plain(now), leader.name)
+    if held is not plain and held.settled_rate < plain.rate and held.rate < plain.rate:
+        return Choice(leader.name, Reason.LOSING, leader.name)
+    return _switch_or_hold(now, held, leader)
+
+
+def _is_sure(arm: ArmEstimate, now: Situation) -> bool:
+    if arm.name == now.held and arm.rate >= now.plain.rate:
+        return True
+    return arm.lower_rate >= (1.0 + MARGIN) * now.plain.rate
+
+
+def _switch_or_hold(now: Situation, held: ArmEstimate, leader: ArmEstimate) -> Choice:
+    if leader is held or leader.rate < (1.0 + GAIN) * held.rate:
+        reason = Reason.BEST if held is not now.plain else _why_plain(now)
+        return Choice(held.name, reason, leader.name)
+    if now.switch_credit < 1.0:
+        return Choice(held.name, Reason.NO_CREDIT, leader.name)
+    if leader.seconds < held.seconds:
+        return Choice(leader.name, Reason.CHEAPER, leader.name)
+    num_leading = now.num_leading if now.leader == leader.name else 0
+    if num_leading + 1 < PATIENCE:
+        return Choice(held.name, Reason.WAITING, leader.name)
+    return Choice(leader.name, Reason.GAIN, leader.name)
+
+
+def _why_plain(now: Situation) -> Reason:
+    """Return why plain decoding is the best that may run."""
+    able = [arm for arm in now.arms[1:] if not math.isinf(arm.seconds)]
+    if not able:
+        return Reason.ONLY_PLAIN
+    if any(arm.lower_rate >= (1.0 + MARGIN) * now.plain.rate for arm in able):
+        return Reason.TOO_SLOW
+    return Reason.NOT_SURE
