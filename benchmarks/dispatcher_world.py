@@ -5,6 +5,7 @@ Published and measured numbers are fixtures; how a dispatcher fares is left to `
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -134,29 +135,41 @@ class Acceptance:
         self._profile_at = profile_at
         self.spread = spread  # standard deviation of requests' log odds
         self._lengths: dict[tuple[str, float, int], float] = {}
+        self._profiles: dict[tuple[float, int], Profile] = {}
 
     def verify(self, row: SimulatedRow, tree: TreeTopology, step: int, source: random.Random) -> Verdict:
         """Return which drafts of a row are right. The rank of the token after them is seen wherever the draft
         ran: on every level but the last.
         """
-        profile = self._profile_at(step)
+        profile = self._leaning(self._profile_at(step), row.lean)
         node, ranks = 0, []
         while True:
             depth = len(ranks)
-            rank = self._draw(tilt(profile[min(depth, len(profile) - 1)], row.lean), source)
+            rank = self._draw(profile[min(depth, len(profile) - 1)], source)
             if rank >= len(tree.children[node]):
                 return tuple(ranks), rank if depth < tree.depth else None
             ranks.append(rank)
             node = tree.children[node][rank]
 
-    def expected(self, row: SimulatedRow, tree: TreeTopology, step: int) -> float:
-        """Return the tokens that a tree truly brings a row on average."""
+    def expected(self, rows: Sequence[SimulatedRow], tree: TreeTopology, step: int) -> float:
+        """Return the tokens that a tree truly brings the rows on average, in all."""
         profile = self._profile_at(step)
-        key = (tree.name, row.lean, id(profile))
-        if key not in self._lengths:
-            leaning = [tilt(ranks, row.lean) for ranks in profile]
-            self._lengths[key] = acceptance_length(tree, leaning)
-        return self._lengths[key]
+        leans = Counter(row.lean for row in rows) if self.spread else {0.0: len(rows)}
+        total = 0.0
+        for lean, count in leans.items():
+            key = (tree.name, lean, id(profile))
+            if key not in self._lengths:
+                self._lengths[key] = acceptance_length(tree, self._leaning(profile, lean))
+            total += count * self._lengths[key]
+        return total
+
+    def _leaning(self, profile: Profile, lean: float) -> Profile:
+        if lean == 0.0:
+            return profile
+        key = (lean, id(profile))
+        if key not in self._profiles:
+            self._profiles[key] = scaled(profile, lean)
+        return self._profiles[key]
 
     @staticmethod
     def _draw(ranks: Sequence[float], source: random.Random) -> int:

@@ -116,8 +116,7 @@ class Simulation:
     def _score(self, outcome: Outcome, tree: TreeTopology, load: Load, step: int) -> None:
         batch, num_cached = load.num_running, load.num_cached_tokens
         tokens = {
-            name: sum(self._acceptance.expected(row, other, step) for row in self._rows)
-            for name, other in self._trees.items()
+            name: self._acceptance.expected(self._rows, other, step) for name, other in self._trees.items()
         }
         seconds = {name: self._world.seconds(name, batch, num_cached) for name in self._trees}
         best = max(tokens, key=lambda name: tokens[name] / seconds[name])

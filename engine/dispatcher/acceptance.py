@@ -8,19 +8,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.batch import RowKind, RowStats
+from engine.batch import NUM_RANKS, RowKind, RowStats
 from engine.dispatcher.change import ChangeDetector
-from engine.dispatcher.evidence import Counts, Outcome, outcomes_of, row_key
+from engine.dispatcher.evidence import NUM_DEPTHS, Counts, Outcome, outcomes_of, row_key
 from engine.dispatcher.posterior import Estimate, estimate, tilt, variance_of_tokens
 from engine.tree.search import Profile, acceptance_length
 from engine.tree.topology import TreeTopology
 
-PRIOR_STRENGTH = 64.0  # visited nodes a depth
+PRIOR_STRENGTH = 32.0  # visited nodes a depth
 DISTRUST = 4.0  # the same, once an alarm has shown that what came before no longer holds
 HALF_LIFE = 8192.0  # visited nodes; a break is left to the change detector
 MAX_TILTED_ROWS = 32  # in larger batches requests average out
-_TILT_VARIANCE = 0.4  # of a request's log odds around its kind's
-_TILT_DRIFT = 0.004  # what this variance regains per visited node, since texts change on the way
+_FIRST_SPREAD = 0.3  # variance of requests' log odds around their kind's, before any has ended
+_SPREADS = (0.02, 1.0)  # bounds of what is learnt for it
+_SPREAD_SHARE = 0.05  # of it that one ended request replaces
+_DRIFT_NODES = 256  # visited nodes in which a text may change as much as two texts differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +40,18 @@ class Prospect:
 class Tilt:
     """How much more a request accepts than its kind, in log odds, and how sure that is."""
 
+    variance: float
     mean: float = 0.0
-    variance: float = _TILT_VARIANCE
 
-    def observe(self, is_hit: bool, predicted: float, total: float) -> None:
+    def observe(self, is_hit: bool, predicted: float, total: float, spread: float) -> None:
         """Learn from one visited node by a Kalman step on the log odds.
 
-        `predicted` is the probability of a hit under this tilt and `total` that of any rank being right, wide
-        enough a tree or not.
+        `predicted` is the probability of a hit under this tilt, `total` that of any rank being right, wide
+        enough a tree or not, and `spread` the variance between requests.
         """
         slope = predicted * (1.0 - total)
         noise = max(predicted * (1.0 - predicted), 1e-3)
-        variance = min(self.variance + _TILT_DRIFT, _TILT_VARIANCE)
+        variance = min(self.variance + spread / _DRIFT_NODES, spread)
         gain = variance * slope / (slope * slope * variance + noise)
         self.mean += gain * (is_hit - predicted)
         self.variance = variance * (1.0 - gain * slope)
@@ -81,11 +83,14 @@ class AcceptanceModel:
     """Kinds of rows are shrunk to the whole, the whole to a prior profile, a request to its kind."""
 
     def __init__(self, prior: Profile, strength: float = PRIOR_STRENGTH) -> None:
-        self._prior = prior
+        padding = (0.0,) * NUM_RANKS
+        rows = [(*prior[min(depth, len(prior) - 1)], *padding)[:NUM_RANKS] for depth in range(NUM_DEPTHS)]
+        self._prior = Estimate(tuple(rows), (strength,) * NUM_DEPTHS)
         self._whole = _Cell()
         self._whole.strength = strength
         self._cells: dict[RowKind, _Cell] = {}
         self._tilts: dict[int, Tilt] = {}
+        self._spread = _FIRST_SPREAD
         self._mix: Counter[RowKind] = Counter()  # of the latest step
         self._kind_of: dict[int, RowKind] = {}
         self._estimates: dict[RowKind | None, Estimate] = {}
@@ -108,7 +113,7 @@ class AcceptanceModel:
         alarms = [cell.reset_on_alarm(threshold) for cell in (*self._cells.values(), self._whole)]
         if any(alarms):
             self.num_alarms += 1
-            self._tilts = {idx: Tilt() for idx in self._tilts}
+            self._tilts = {idx: Tilt(self._spread) for idx in self._tilts}
             self.refresh()
         return any(alarms)
 
@@ -141,7 +146,7 @@ class AcceptanceModel:
                 self._estimates[None] = estimate(self._whole.counts, self._prior, self._whole.strength)
             else:
                 cell = self._cells.setdefault(kind, _Cell())
-                self._estimates[kind] = estimate(cell.counts, self.estimate(None).profile, cell.strength)
+                self._estimates[kind] = estimate(cell.counts, self.estimate(None), cell.strength)
         return self._estimates[kind]
 
     def _meet(self, rows: Sequence[RowStats]) -> None:
@@ -150,7 +155,13 @@ class AcceptanceModel:
         if len(rows) > MAX_TILTED_ROWS:
             self._tilts.clear()
             return
-        self._tilts = {row.sequence_idx: self._tilts.get(row.sequence_idx, Tilt()) for row in rows}
+        old = self._tilts
+        self._tilts = {row.sequence_idx: old.get(row.sequence_idx) or Tilt(self._spread) for row in rows}
+        for idx in old.keys() - self._tilts.keys():
+            # One step of expectation maximisation for the variance of a random effect.
+            found = old[idx].mean ** 2 + old[idx].variance
+            self._spread += _SPREAD_SHARE * (found - self._spread)
+            self._spread = min(max(self._spread, _SPREADS[0]), _SPREADS[1])
         self._kind_of = {row.sequence_idx: row.kind for row in rows}
 
     def _distinct(self, rows: Sequence[RowStats]) -> list[tuple[RowStats, int]]:
@@ -173,7 +184,7 @@ class AcceptanceModel:
         if self._tilts:
             known = self._tilts[row.sequence_idx]
             total = sum(tilt(self.estimate(row.kind).profile[outcome.depth], known.mean))
-            known.observe(outcome.is_hit, predicted, total)
+            known.observe(outcome.is_hit, predicted, total, self._spread)
 
     def _mean_tilt(self, kind: RowKind) -> float:
         if not self._tilts:

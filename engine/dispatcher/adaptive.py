@@ -4,6 +4,7 @@ Deterministic given its history. The rules of the choice are in `control`; it on
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from engine.batch import Load, StepStats
@@ -18,8 +19,8 @@ from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology
 
 DECIDE_EVERY = 8  # steps
-_SWITCHES = 2.0  # changes at one load that may come in a row
-_SWITCH_EVERY = 750  # steps that earn one more: with the two above, never more than 4 in 1,000
+_SWITCH_WINDOW = 1000  # steps in which few changes at one load are allowed
+_SETTLING = 128  # steps at a load within which trees are timed before an arm is changed
 _AMORTISED = 64  # steps over which catching up counts
 _ALARM, _ALARM_OFF = 10.0, 5.0  # nats, speculating and not: there, one wrong alarm costs little
 _MIN_PLAIN_RUN = 2  # plain steps after which the draft has to catch up
@@ -54,9 +55,10 @@ class AdaptiveDispatcher:
         self._held = PLAIN
         self._bucket = -1
         self._step = self._decided_at = 0
+        self._arrived_at = 0  # the step at which the load last moved to another bucket
         self._is_urgent = True
         self._leader, self._num_leading = PLAIN, 0
-        self._credit = _SWITCHES
+        self._switched_at: deque[int] = deque()  # steps of recent changes at one load
         self._num_plain_run = 0  # plain steps observed in a row
         self.num_switches = 0
         self.situation: Situation | None = None
@@ -70,11 +72,11 @@ class AdaptiveDispatcher:
     def choose(self, load: Load) -> TreeTopology:
         self._step += 1
         self._watchdog.pass_step()
-        self._credit = min(_SWITCHES, self._credit + 1.0 / _SWITCH_EVERY)
         bucket = self._latency.table.bucket(max(1, load.num_running))
         is_new_load = bucket != self._bucket
         if is_new_load or self._is_urgent or self._step - self._decided_at >= DECIDE_EVERY:
             self._bucket = bucket
+            self._arrived_at = self._step if is_new_load else self._arrived_at
             self._decide(load, is_new_load)
         if self._num_probe_steps and self._probe is not None:
             self._num_probe_steps -= 1
@@ -119,7 +121,8 @@ class AdaptiveDispatcher:
         self._leader = choice.leader
         if choice.name != self._held:
             self.num_switches += 1
-            self._credit -= 0.0 if is_new_load else 1.0
+            if not is_new_load:
+                self._switched_at.append(self._step)
             self._held = choice.name
             self._prober.hurry()
             self._num_probe_steps = 0
@@ -131,23 +134,26 @@ class AdaptiveDispatcher:
 
     def _weigh(self, load: Load, is_new_load: bool) -> Situation:
         self._acceptance.refresh()
+        while self._switched_at and self._switched_at[0] <= self._step - _SWITCH_WINDOW:
+            self._switched_at.popleft()
         return Situation(
             arms=tuple(self._estimate(tree, load) for tree in self._arms.values()),
             held=self._held,
             is_new_load=is_new_load,
             leader=self._leader,
             num_leading=self._num_leading,
-            switch_credit=self._credit,
+            num_switches=len(self._switched_at),
             num_blocked=self._watchdog.num_blocked,
+            is_settled=self._step - self._arrived_at >= _SETTLING,
             max_seconds=self._max_step_seconds,
         )
 
     def _estimate(self, tree: TreeTopology, load: Load) -> ArmEstimate:
         batch = self._num_rows(tree, load)
         num_cached = load.num_cached_tokens * batch / max(1, load.num_running)
-        seconds = self._latency.seconds(tree.name, batch, num_cached)
+        catch_up = 0.0
         if tree.num_drafts and self._held == PLAIN:
-            seconds += self._latency.table.catch_up_seconds(batch) / _AMORTISED
+            catch_up = self._latency.table.catch_up_seconds(batch) / _AMORTISED
         prospect = self._acceptance.prospect(tree)
         return ArmEstimate(
             name=tree.name,
@@ -155,7 +161,8 @@ class AdaptiveDispatcher:
             tokens=prospect.tokens,
             settled=prospect.settled,
             error=prospect.error,
-            seconds=seconds,
+            seconds=self._latency.seconds(tree.name, batch, num_cached) + catch_up,
+            least_seconds=self._latency.least_seconds(tree.name, batch, num_cached) + catch_up,
             is_measured=self._latency.is_measured(tree.name, batch),
         )
 

@@ -22,28 +22,34 @@ class ChangeDetector:
     def __init__(self) -> None:
         self._sums = [0.0, 0.0]
         self._since = [Counts(), Counts()]
+        self._gains = [0.0, 0.0]  # of the step so far: its rows have no order
+        self._outcomes: list[tuple[Outcome, int]] = []
 
     def observe(self, outcome: Outcome, predicted: float, times: int) -> None:
-        """Count an outcome that was seen `times`, of a node whose first `width` children together are right
-        with probability `predicted`.
+        """Note an outcome that a step saw `times` over, at nodes whose first `width` children together are
+        right with probability `predicted`.
         """
         p = min(max(predicted, 0.01), 0.99)
         for side, log_ratio in enumerate((-_LOG_ODDS_RATIO, _LOG_ODDS_RATIO)):
-            gain = -math.log1p((math.exp(log_ratio) - 1.0) * p)
-            gain += log_ratio if outcome.is_hit else 0.0
-            self._sums[side] += gain * times
-            if self._sums[side] <= 0.0:
-                self._sums[side] = 0.0
-                self._since[side] = Counts()
-            else:
-                self._since[side].add(outcome, times)
+            gain = log_ratio if outcome.is_hit else 0.0
+            self._gains[side] += times * (gain - math.log1p((math.exp(log_ratio) - 1.0) * p))
+        self._outcomes.append((outcome, times))
 
     def alarm(self, threshold: float) -> Counts | None:
-        """Return the outcomes since acceptance broke, where a sum passed `threshold`; then start anew."""
+        """End a step. Return the outcomes since acceptance broke, where a sum passed `threshold`, and start
+        anew then.
+        """
+        for side in (0, 1):
+            self._sums[side] = max(0.0, self._sums[side] + self._gains[side])
+            if self._sums[side] == 0.0:
+                self._since[side] = Counts()
+            else:
+                for outcome, times in self._outcomes:
+                    self._since[side].add(outcome, times)
+        self._gains, self._outcomes = [0.0, 0.0], []
         side = 0 if self._sums[0] >= self._sums[1] else 1
         if self._sums[side] < threshold:
             return None
         since = self._since[side]
-        self._sums = [0.0, 0.0]
-        self._since = [Counts(), Counts()]
+        self._sums, self._since = [0.0, 0.0], [Counts(), Counts()]
         return since

@@ -5,13 +5,15 @@ Where the numbers come from is left to `acceptance` and `latency`, remembering t
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.dispatcher.latency import PLAIN
 
 MARGIN = 0.005  # a tree must be sure to beat measured plain decoding by this much
 DEVIATIONS = 1.0  # standard errors taken off a tree's tokens to be sure
+OPTIMISM = 2.0  # standard errors added to a tree's tokens for what it may turn out to bring
 GAIN = 0.01  # a change at the same load must promise this much
+MAX_SWITCHES = 3  # recent ones after which the arm is held at the same load, unless it loses
 PATIENCE = 3  # decisions in a row that must agree before a more expensive tree is taken
 
 
@@ -23,7 +25,8 @@ class Reason(enum.StrEnum):
     GAIN = "sustained gain"
     CHEAPER = "cheaper tree is better"
     WAITING = "a better tree must stay so"
-    NO_CREDIT = "a better tree, but too many switches lately"
+    TIMING = "a better tree, but others are being timed"
+    TOO_MANY = "a better tree, but too many switches lately"
     NOT_SURE = "no tree is sure to beat plain decoding"
     LOSING = "loses to plain decoding"
     WATCHDOG = "realised less than plain decoding"
@@ -37,7 +40,8 @@ class Reason(enum.StrEnum):
 class ArmEstimate:
     """What one arm promises now. `batch` is how many rows would run with it, `tokens` what each would emit
     per step; `settled` leaves aside what is known of single requests; `error` is the standard error of both.
-    `seconds` is the step's time. `is_measured` says that live steps confirm it.
+    `seconds` is the step's time, `least_seconds` what it may turn out to be. `is_measured` says that live
+    steps confirm it.
     """
 
     name: str
@@ -46,6 +50,7 @@ class ArmEstimate:
     settled: float
     error: float
     seconds: float
+    least_seconds: float
     is_measured: bool
 
     @property
@@ -62,6 +67,11 @@ class ArmEstimate:
         """What the rate is sure to be."""
         return self.batch * (self.tokens - DEVIATIONS * self.error) / self.seconds
 
+    @property
+    def upper_rate(self) -> float:
+        """What the rate may turn out to be."""
+        return self.batch * (self.tokens + OPTIMISM * self.error) / self.least_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -69,8 +79,9 @@ class Situation:
 
     `arms` lists plain decoding first. `held` is the arm in use. `is_new_load` says that the batch moved to
     another bucket since the last decision. `leader` has been the best arm for `num_leading` decisions in a
-    row, this one left out. `switch_credit` is how many changes at the same load are allowed now.
-    `num_blocked` is for how many more steps the watchdog forbids speculation. `max_seconds` caps the step.
+    row, this one left out. `num_switches` counts changes at the same load in the last 1,000 steps.
+    `is_settled` says that trees had time to be timed at this load. `num_blocked` is for how many more steps
+    the watchdog forbids speculation. `max_seconds` caps the step.
     """
 
     arms: tuple[ArmEstimate, ...]
@@ -78,8 +89,9 @@ class Situation:
     is_new_load: bool
     leader: str
     num_leading: int
-    switch_credit: float
+    num_switches: int
     num_blocked: int
+    is_settled: bool = True
     max_seconds: float = math.inf
 
     @property
@@ -99,29 +111,35 @@ class Choice:
     leader: str
 
 
-def choose_arm(now: Situation) -> Choice:
+def choose_arm(situation: Situation) -> Choice:
     """Return the arm for the coming steps.
 
     Trees that may run are those sure to beat plain decoding, and the held one as long as it is expected to.
     The best of them by expected rate leads. At a new load the leader is taken at once; at the same load a
     cheaper leader is taken at once, a more expensive one after `PATIENCE` decisions, either only for a gain
-    and within the switch credit. A held tree that loses to plain decoding is always left.
+    and not after too many switches. A held tree that loses to plain decoding is always left. Once the arm
+    was changed at this load, what is known of single requests no longer counts: they come and go.
     """
+    now = _settle(situation) if situation.num_switches else situation
     plain = now.plain
     if now.num_blocked:
         return Choice(PLAIN, Reason.WATCHDOG, PLAIN)
     able = [arm for arm in now.arms[1:] if not math.isinf(arm.seconds)]
     within = [arm for arm in able if arm.seconds <= now.max_seconds]
-    sure = [arm for arm in within if _is_sure(arm, now)]
-    held = now.arm(now.held)
-    if held is None or (held is not plain and held not in within):
-        held = plain
-    leader = max((plain, *sure), key=lambda arm: (arm.rate, -arm.seconds))
+    held = next((arm for arm in within if arm.name == now.held), plain)
+    leader = max(
+        (plain, *(arm for arm in within if _is_sure(arm, now))), key=lambda arm: (arm.rate, -arm.seconds)
+    )
     if now.is_new_load:
         return Choice(leader.name, Reason.NEW_LOAD if leader is not plain else _why_plain(now), leader.name)
     if held is not plain and held.settled_rate < plain.rate and held.rate < plain.rate:
         return Choice(leader.name, Reason.LOSING, leader.name)
     return _switch_or_hold(now, held, leader)
+
+
+def _settle(now: Situation) -> Situation:
+    """Return the situation without what is known of single requests."""
+    return replace(now, arms=tuple(replace(arm, tokens=arm.settled) for arm in now.arms))
 
 
 def _is_sure(arm: ArmEstimate, now: Situation) -> bool:
@@ -134,14 +152,24 @@ def _switch_or_hold(now: Situation, held: ArmEstimate, leader: ArmEstimate) -> C
     if leader is held or leader.rate < (1.0 + GAIN) * held.rate:
         reason = Reason.BEST if held is not now.plain else _why_plain(now)
         return Choice(held.name, reason, leader.name)
-    if now.switch_credit < 1.0:
-        return Choice(held.name, Reason.NO_CREDIT, leader.name)
+    if not now.is_settled and _is_timing(now, held, leader):
+        return Choice(held.name, Reason.TIMING, leader.name)
+    if now.num_switches >= MAX_SWITCHES:
+        return Choice(held.name, Reason.TOO_MANY, leader.name)
     if leader.seconds < held.seconds:
         return Choice(leader.name, Reason.CHEAPER, leader.name)
     num_leading = now.num_leading if now.leader == leader.name else 0
     if num_leading + 1 < PATIENCE:
         return Choice(held.name, Reason.WAITING, leader.name)
     return Choice(leader.name, Reason.GAIN, leader.name)
+
+
+def _is_timing(now: Situation, held: ArmEstimate, leader: ArmEstimate) -> bool:
+    """True where a tree that was not timed yet may turn out better than the leader: changes are few, so they
+    wait for it.
+    """
+    others = (arm for arm in now.arms[1:] if arm is not held and arm.seconds <= now.max_seconds)
+    return any(not arm.is_measured and arm.upper_rate > leader.rate for arm in others)
 
 
 def _why_plain(now: Situation) -> Reason:

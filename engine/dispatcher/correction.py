@@ -58,6 +58,15 @@ class LatencyModel:
         tabled = self.table.seconds(name, batch, num_cached)
         return tabled if math.isinf(tabled) else tabled * math.exp(self._log_ratio(name, batch))
 
+    def least_seconds(self, name: str, batch: int, num_cached: float) -> float:
+        """Return what a step may turn out to take: for a tree not measured yet the table may be wrong, and so
+        may what other trees suggest.
+        """
+        expected = self.seconds(name, batch, num_cached)
+        if self.is_measured(name, batch):
+            return expected
+        return (1.0 - TABLE_ERROR) * min(expected, self.table.seconds(name, batch, num_cached))
+
     def is_measured(self, name: str, batch: int) -> bool:
         """True where enough steps of this tree and batch were seen; of plain decoding, lately."""
         ratio = self._ratios.get((name, self.table.bucket(batch)))

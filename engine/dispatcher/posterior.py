@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.dispatcher.evidence import NUM_DEPTHS, Counts
+from engine.dispatcher.evidence import Counts
 from engine.dispatcher.isotonic import falling
-from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology
 
-_MAX_SHIFT = 6.0  # log odds by which one depth may leave the prior
+_FOLLOW = 0.5  # of a depth's shift in log odds that the next depth is expected to share
+_DOUBT = 4.0  # how fast a shift at one depth devalues the prior of the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,22 @@ def log_odds(p: float) -> float:
     return math.log(p / (1.0 - p))
 
 
-def estimate(counts: Counts, prior: Profile, strength: float) -> Estimate:
-    """Return the posterior of `counts` under a prior worth `strength` visited nodes a depth.
+def estimate(counts: Counts, prior: Estimate, strength: float) -> Estimate:
+    """Return the posterior of `counts` under a prior worth `strength` visited nodes a depth, or what is
+    behind it where that is less.
 
-    A depth without evidence of its own follows the depth before it: the prior's odds are shifted as much as
-    they turned out shifted there. Ranks are made monotone.
+    A depth without evidence of its own leans towards the depth before it: the prior's odds are shifted half
+    as much as they turned out shifted there, and the prior counts for less the more they did. Ranks are made
+    monotone.
     """
     profile, num_nodes = [], []
     shift = 0.0
-    for depth in range(NUM_DEPTHS):
-        mean = tilt(prior[min(depth, len(prior) - 1)], shift)
-        row = _posterior_row(counts, depth, mean, strength)
+    for depth, (prior_row, most) in enumerate(zip(prior.profile, prior.num_nodes, strict=True)):
+        worth = min(strength, most) / (1.0 + _DOUBT * shift * shift)
+        row = _posterior_row(counts, depth, tilt(prior_row, _FOLLOW * shift), worth)
         profile.append(row)
-        num_nodes.append(counts.tries(depth, 0) + strength)
-        shift = log_odds(sum(row)) - log_odds(sum(prior[min(depth, len(prior) - 1)]))
-        shift = min(max(shift, -_MAX_SHIFT), _MAX_SHIFT)
+        num_nodes.append(counts.tries(depth, 0) + worth)
+        shift = log_odds(sum(row)) - log_odds(sum(prior_row))
     return Estimate(tuple(profile), tuple(num_nodes))
 
 
