@@ -53,9 +53,9 @@ class AdaptiveDispatcher:
         self._probe: Probe | None = None
         self._num_probe_steps = 0
         self._held = PLAIN
-        self._bucket = -1
+        self._batch = 0  # when the load was last new
         self._step = self._decided_at = 0
-        self._arrived_at = 0  # the step at which the load last moved to another bucket
+        self._arrived_at = 0  # the step at which it was
         self._is_urgent = True
         self._leader, self._num_leading = PLAIN, 0
         self._switched_at: deque[int] = deque()  # steps of recent changes at one load
@@ -72,11 +72,8 @@ class AdaptiveDispatcher:
     def choose(self, load: Load) -> TreeTopology:
         self._step += 1
         self._watchdog.pass_step()
-        bucket = self._latency.table.bucket(max(1, load.num_running))
-        is_new_load = bucket != self._bucket
+        is_new_load = self._note_load(max(1, load.num_running))
         if is_new_load or self._is_urgent or self._step - self._decided_at >= DECIDE_EVERY:
-            self._bucket = bucket
-            self._arrived_at = self._step if is_new_load else self._arrived_at
             self._decide(load, is_new_load)
         if self._num_probe_steps and self._probe is not None:
             self._num_probe_steps -= 1
@@ -96,6 +93,18 @@ class AdaptiveDispatcher:
         if len(names) == 1 and not stats.num_prefill_tokens:
             self._observe_time(names.pop(), stats)
         self._num_plain_run = 0 if stats.rows[0].topology.num_drafts else self._num_plain_run + 1
+
+    def _note_load(self, batch: int) -> bool:
+        """Return whether the batch left its bucket, or a quarter of what it was there; then changes of the
+        arm are counted anew.
+        """
+        table = self._latency.table
+        is_near = 0.8 * self._batch <= batch <= 1.25 * self._batch
+        if is_near and table.bucket(batch) == table.bucket(self._batch):
+            return False
+        self._batch, self._arrived_at = batch, self._step
+        self._switched_at.clear()
+        return True
 
     def _observe_time(self, name: str, stats: StepStats) -> None:
         """Learn from a step whose time is that of one tree."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from engine.dispatcher.control import ArmEstimate, Situation
 
-BUDGET = 0.005  # of the time, the most that probes may lose
-_FIRST_BUDGET = 6.0  # plain steps that may be lost at the start
-_MOST_SAVED = 12.0  # plain steps that may be saved up
+BUDGET = 0.004  # of the time, the most that probes may lose
+_FIRST_BUDGET = 4.0  # plain steps that may be lost at the start
+_MOST_SAVED = 6.0  # plain steps that may be saved up
 _GAP = 96  # steps between two probes
 _PLAIN_GAP = 32  # the same while decoding plainly, when nothing else teaches
 _SHORT_GAP = 8  # the same, while trees are timed for the first time at a load
