@@ -23,8 +23,8 @@ class Message:
 class CallOptions:
     """What chat and completions have in common.
 
-    `max_tokens` None means as many as `sampling.max_tokens` and the context allow. `num_choices` sequences
-    are drawn per prompt.
+    `max_tokens` None means as many as `sampling.max_tokens` and the context allow, 0 the echo alone.
+    `num_choices` sequences are drawn per prompt. Lower `priority` runs first.
     """
 
     model: str
@@ -37,6 +37,9 @@ class CallOptions:
     is_stream: bool
     includes_usage: bool
     has_continuous_usage: bool
+    is_echoed: bool = False
+    wants_speculation_stats: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,29 @@ class ChatCall:
 class CompletionCall:
     prompts: tuple[Prompt, ...]
     options: CallOptions
+
+
+Call = ChatCall | CompletionCall
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """`source` is a text, or a chat. `model` None means the served one."""
+
+    model: str | None
+    source: str | tuple[Message, ...]
+    adds_special_tokens: bool
+    adds_generation_prompt: bool
+    wants_texts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeCall:
+    model: str | None
+    token_ids: tuple[int, ...]
+
+
+TokenCall = TokenizeCall | DetokenizeCall
 
 
 @dataclass(frozen=True, slots=True)

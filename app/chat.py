@@ -34,8 +34,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"the chat template of {folder} is not valid Jinja: {error}") from error
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt of a chat, ending where the assistant's answer begins."""
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Return the prompt of a chat; with `add_generation_prompt` it ends where the answer begins."""
         if self._template is None:
             raise RequestError("this model has no chat template: use /v1/completions", "messages")
         turns = [
@@ -43,7 +43,9 @@ class ChatTemplate:
             for m in messages
         ]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(
+                messages=turns, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
         except (jinja2.TemplateError, TypeError) as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"

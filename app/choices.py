@@ -5,6 +5,7 @@ What can be refused before the engine is asked is refused here. Running the requ
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from app.call import CallOptions
 from app.errors import ContextLengthError
@@ -13,39 +14,53 @@ from engine import EngineFacts, Request, RequestError, SamplingParams
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it are far apart modulo 2^64
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one server takes: answers of one call, tokens of a prompt (None: what the context holds), and
+    calls in flight (None: as many as the engine queues).
+    """
+
+    max_requests: int
+    max_prompt_tokens: int | None = None
+    max_concurrent_calls: int | None = None
+
+
 def plan_requests(
     call_id: str,
     prompts: Sequence[tuple[int, ...]],
     options: CallOptions,
     facts: EngineFacts,
     parameter: str,
-    max_requests: int,
+    limits: Limits,
 ) -> tuple[Request, ...]:
     """Return the requests of a call; choice k of prompt i is number i * num_choices + k.
 
     `parameter` names the body's field that holds the prompts. Raises `RequestError` for an empty or over-long
-    prompt, a token id outside the vocabulary, and a call of more than `max_requests`.
+    prompt, a token id outside the vocabulary, and a call of more answers than `limits` allow.
     """
     num_requests = len(prompts) * options.num_choices
-    if num_requests > max_requests:
+    if num_requests > limits.max_requests:
         raise RequestError(
-            f"one call may ask for {max_requests} answers (prompts x n), found {num_requests}",
+            f"one call may ask for {limits.max_requests} answers (prompts x n), found {num_requests}",
             "n" if len(prompts) == 1 else parameter,
         )
     _check_sampling(options.sampling, facts)
     requests: list[Request] = []
     for token_ids in prompts:
-        _check_prompt(token_ids, facts, parameter)
+        _check_prompt(token_ids, facts, parameter, limits.max_prompt_tokens)
         max_tokens = _max_tokens(len(token_ids), options, facts)
         for choice in range(options.num_choices):
             sampling = dataclasses.replace(
                 options.sampling, max_tokens=max_tokens, seed=_derive_seed(options.sampling.seed, choice)
             )
-            requests.append(Request(f"{call_id}-{len(requests)}", token_ids, sampling))
+            request_id = f"{call_id}-{len(requests)}"
+            requests.append(Request(request_id, token_ids, sampling, options.priority))
     return tuple(requests)
 
 
-def _check_prompt(token_ids: tuple[int, ...], facts: EngineFacts, parameter: str) -> None:
+def _check_prompt(
+    token_ids: tuple[int, ...], facts: EngineFacts, parameter: str, max_prompt_tokens: int | None
+) -> None:
     if not token_ids:
         raise RequestError("the prompt is empty: send at least one token", parameter)
     if len(token_ids) >= facts.max_model_len:
@@ -54,15 +69,22 @@ def _check_prompt(token_ids: tuple[int, ...], facts: EngineFacts, parameter: str
             "shorten it",
             parameter,
         )
-    _check_token_ids(token_ids, facts, parameter)
+    if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
+        raise ContextLengthError(
+            f"this server takes prompts of {max_prompt_tokens} tokens at most, found {len(token_ids)}: "
+            "shorten it",
+            parameter,
+        )
+    check_token_ids(token_ids, facts, parameter)
 
 
 def _check_sampling(sampling: SamplingParams, facts: EngineFacts) -> None:
-    _check_token_ids(sampling.stop_token_ids, facts, "stop_token_ids")
-    _check_token_ids([token_id for token_id, _ in sampling.logit_bias], facts, "logit_bias")
+    check_token_ids(sampling.stop_token_ids, facts, "stop_token_ids")
+    check_token_ids([token_id for token_id, _ in sampling.logit_bias], facts, "logit_bias")
 
 
-def _check_token_ids(token_ids: Sequence[int], facts: EngineFacts, parameter: str) -> None:
+def check_token_ids(token_ids: Sequence[int], facts: EngineFacts, parameter: str) -> None:
+    """Raise `RequestError` for an id outside the vocabulary; `parameter` names the body's field."""
     for token_id in token_ids:
         if not 0 <= token_id < facts.vocab_size:
             raise RequestError(

@@ -4,6 +4,7 @@ Serving is left to `serve`.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Piece:
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Write the answer to `out` and, after it, how fast it came."""
+    """Write the answer, and nothing else, to `out`; how fast it came goes to standard error."""
     sampling = SamplingParams(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -48,7 +49,9 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     engine = model.engine()
     check_length(len(prompt), options.max_tokens, engine.facts.max_model_len)
     summary = write_answer(engine, request, model, out, options.show_drafts and out.isatty())
-    out.write(f"\n\n{summary}\n")
+    out.write("\n")
+    out.flush()  # the answer stands before its summary where both go to one terminal
+    sys.stderr.write(f"{summary}\n")
     return 0
 
 

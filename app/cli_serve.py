@@ -12,7 +12,7 @@ import re
 import signal
 import socket
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,12 +20,16 @@ from typing import TextIO
 
 import yaml
 
+from app.api_keys import load_api_keys
 from app.chat import ChatTemplate
 from app.config import ServerConfig, load_config
+from app.proxy import CALLBACK, CALLBACK_VARIABLE
+from app.replica_watch import ReplicaWatch
 from app.tokenizer import Tokenizer
 from engine import ConfigError, EngineConfig, EyasError, ModelLoadError
 
 APPLICATION = "eyas"
+WATCH_SECONDS = 1.0
 # Messages of tens of bytes and a few snapshots travel between processes: the least that Ray takes is plenty.
 OBJECT_STORE_BYTES = 80 * 2**20
 _FLAGS = {
@@ -48,17 +52,18 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     }
     config = load_config(options.config, given)
     check_port(config.host, config.port)
+    load_api_keys(config.api_key_file)
     engine_config = config.engine_config(progress=True)
     Tokenizer(engine_config.model)
     ChatTemplate(engine_config.model)
     try:
         _stop_on_signals()
-        with _ray(config), _application(config):
+        with _ray(config) as log_folder, _application(config):
             _stop_on_signals()  # Ray has put its own handlers in place
             out.write(effective_configuration(config, engine_config))
             out.write(f"serving {config.name} at http://{config.host}:{config.port}/v1\n")
             out.flush()
-            threading.Event().wait()
+            _watch(ReplicaWatch(config.num_replicas, log_folder))
     except KeyboardInterrupt:
         return 0
     return 0
@@ -105,14 +110,18 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - 
 
 
 @contextmanager
-def _ray(config: ServerConfig) -> Iterator[None]:
-    """Run a Ray of our own on this machine, without dashboard, usage report or worker logs."""
+def _ray(config: ServerConfig) -> Iterator[str]:
+    """Run a Ray of our own on this machine, without dashboard, usage report or worker logs; yield the folder
+    of Serve's logs.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A replica that reserves no GPU may still see the machine's: `device: auto` then means what it says.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # The port opens before the application is there: clients that poll it must read our errors, not Serve's.
+    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
     import ray
 
-    ray.init(
+    context = ray.init(
         address="local",
         num_cpus=config.num_replicas,
         object_store_memory=OBJECT_STORE_BYTES,
@@ -121,7 +130,7 @@ def _ray(config: ServerConfig) -> Iterator[None]:
         logging_level=logging.ERROR,
     )
     try:
-        yield
+        yield f"{context.address_info['session_dir']}/logs/serve"
     finally:
         ray.shutdown()
 
@@ -147,3 +156,17 @@ def _application(config: ServerConfig) -> Iterator[None]:
     finally:
         sys.stderr.write("stopping when the running streams have ended; again to stop at once\n")
         serve.delete(APPLICATION)  # the rest of Serve ends with its Ray
+
+
+def _watch(watch: ReplicaWatch) -> None:
+    """Tell of replicas that fail and come back, until a signal ends it."""
+    from ray import serve
+
+    from app.main import SERVER
+
+    while True:
+        time.sleep(WATCH_SECONDS)
+        states = serve.status().applications[APPLICATION].deployments[SERVER].replica_states
+        if (line := watch.observe(states.get("RUNNING", 0))) is not None:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()

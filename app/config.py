@@ -51,13 +51,17 @@ class EngineSection(_Section):
     enable_prefix_cache: bool = _ENGINE.enable_prefix_cache
     num_threads: int | None = _ENGINE.num_threads
     seed: int = _ENGINE.seed
+    hang_seconds: float = _ENGINE.hang_seconds
     speculation: SpeculationSection = SpeculationSection()
 
 
 class ServerConfig(_Section):
     """One server. `draft` is a folder, "auto" (the one shipped for the model, if any) or "none".
 
-    `num_gpus` is what Ray reserves per replica.
+    `num_gpus` is what Ray reserves per replica. `api_key_file` is read where the ingress runs, and
+    `cors_origins` are the web pages whose scripts may call ("*" for all).
+    `max_prompt_tokens` bounds a prompt below the context, `max_concurrent_calls` the calls in flight on one
+    replica; more are answered 429. A stream without a first token gets a comment every `keep_alive_s`.
     `drain_timeout_s` bounds how long a stopping replica waits for its streams: set it to the longest answer.
     """
 
@@ -67,6 +71,11 @@ class ServerConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     max_body_bytes: int = Field(default=10_000_000, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_concurrent_calls: int | None = Field(default=None, ge=1)
+    api_key_file: Path | None = None
+    cors_origins: tuple[str, ...] = ()
+    keep_alive_s: float = Field(default=15.0, gt=0)
     num_replicas: int = Field(default=1, ge=1)
     num_gpus: float = Field(default=0, ge=0)
     drain_timeout_s: float = Field(default=600.0, ge=0)

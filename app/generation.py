@@ -5,6 +5,7 @@ written as JSON is left to `streaming`.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class TokenEngine(Protocol):
     facts: EngineFacts
 
     def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]: ...
+    def finish(self, request_id: str) -> None: ...
     async def stats(self) -> EngineStats: ...
     def check_health(self) -> None: ...
     async def shutdown(self) -> None: ...
@@ -36,6 +38,8 @@ class ChoiceDelta:
     num_tokens: int
     num_cached: int
     end: AnswerEnd | None
+    num_drafted_in_step: int = 0
+    num_accepted_in_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,13 @@ async def run_choices(
             ready = [await queue.get()]
             while not queue.empty():
                 ready.append(queue.get_nowait())
-            if deltas := [item for item in ready if isinstance(item, ChoiceDelta)]:
-                yield deltas
-            for item in ready:
+            for item in ready:  # before the deltas: a call that is refused in part must not begin
                 if isinstance(item, _Ended):
                     num_open -= 1
                     if item.error is not None:
                         raise item.error
+            if deltas := [item for item in ready if isinstance(item, ChoiceDelta)]:
+                yield deltas
     finally:
         for task in tasks:
             task.cancel()
@@ -90,7 +94,7 @@ async def _pump(
 async def _run_choice(
     engine: TokenEngine, tokenizer: Tokenizer, index: int, request: Request, options: CallOptions
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yield the text of one choice; leaving early (a stop string, a lost client) aborts its sequence."""
+    """Yield the text of one choice; leaving early, as with a lost client, aborts its sequence."""
     answer = Answer(
         tokenizer,
         request.prompt_token_ids,
@@ -99,9 +103,40 @@ async def _run_choice(
         stop_token_ids=(*request.sampling.stop_token_ids, *engine.facts.eos_token_ids),
         skip_special_tokens=options.skips_special_tokens,
     )
+    num_drafted = 0
     async with aclosing(engine.generate(request)) as steps:
         async for step in steps:
             text = answer.append(step)
-            yield ChoiceDelta(index, text, answer.num_tokens, step.num_prefix_hits, answer.end)
+            yield ChoiceDelta(
+                index,
+                text,
+                answer.num_tokens,
+                step.num_prefix_hits,
+                answer.end,
+                step.num_drafted - num_drafted,
+                step.num_accepted_in_step,
+            )
+            num_drafted = step.num_drafted
             if answer.end is not None:
+                engine.finish(request.request_id)  # a stop string is not seen by the engine
                 return
+
+
+async def echo_alone(num_choices: int) -> AsyncGenerator[list[ChoiceDelta], None]:
+    """Yield what `run_choices` would for answers of no token: a prompt that is echoed and not continued."""
+    yield [ChoiceDelta(index, "", 0, 0, "length") for index in range(num_choices)]
+
+
+async def with_echo(
+    steps: AsyncGenerator[list[ChoiceDelta], None], prompts: Sequence[str]
+) -> AsyncGenerator[list[ChoiceDelta], None]:
+    """Yield `steps` with the prompt's text in front of each choice; `prompts` has one per choice."""
+    begun: set[int] = set()
+    async with aclosing(steps):
+        async for deltas in steps:
+            echoed = []
+            for delta in deltas:
+                prefix = "" if delta.index in begun else prompts[delta.index]
+                begun.add(delta.index)
+                echoed.append(dataclasses.replace(delta, text=prefix + delta.text))
+            yield echoed

@@ -6,15 +6,19 @@ Parsing is left to `protocol`, wording of errors to `errors`; Ray is not known h
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.call import ChatCall, CompletionCall, Reply
+from app.access import KeyGuard
+from app.api_keys import ApiKeys
+from app.call import Call, Reply, TokenCall
 from app.errors import (
     BodyTooLargeError,
     MediaTypeError,
@@ -24,14 +28,15 @@ from app.errors import (
     event_for,
     reply_for,
 )
+from app.keep_alive import with_keep_alive
 from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
 from app.protocol import parse_chat, parse_completion
 from app.server import ModelCard
 from app.streaming import DONE
+from app.token_protocol import parse_detokenize, parse_tokenize
 from engine import EyasError, RequestError
 
 Messages = AsyncGenerator[bytes | Reply, None]
-C = TypeVar("C", ChatCall, CompletionCall)
 
 # Proxies must pass every event on at once.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -40,8 +45,8 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Backend(Protocol):
     """The servers behind an ingress, wherever they run."""
 
-    def chat(self, call: ChatCall, call_id: str) -> Messages: ...
-    def completions(self, call: CompletionCall, call_id: str) -> Messages: ...
+    def answer(self, call: Call, call_id: str) -> Messages: ...
+    async def reply(self, call: TokenCall) -> Reply: ...
     async def card(self) -> ModelCard: ...
     async def snapshots(self) -> list[ReplicaSnapshot]: ...
     async def check_health(self) -> None: ...
@@ -59,13 +64,25 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys; and after how
+    many seconds a stream without a first message gets a comment.
+    """
+
+    max_body_bytes: int
+    cors_origins: tuple[str, ...] = ()
+    keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+    keep_alive_s: float = 15.0
+
+
 class Ingress:
     """The endpoints of one backend."""
 
-    def __init__(self, backend: Backend, version: str, max_body_bytes: int) -> None:
+    def __init__(self, backend: Backend, version: str, door: FrontDoor) -> None:
         self._backend = backend
         self._version = version
-        self._max_body_bytes = max_body_bytes
+        self._door = door
 
     def build(self) -> FastAPI:
         """Return the ASGI application."""
@@ -79,20 +96,39 @@ class Ingress:
             telemetry={"tracing": False},
             exception_handlers={HTTPException: _routing_error},
         )
+        # The last one added is the first one asked: a browser's preflight carries no key.
+        if not self._door.keys.is_empty:
+            app.add_middleware(KeyGuard, keys=self._door.keys)
+        if self._door.cors_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._door.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            )
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         return app
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, parse_chat, self._backend.chat)
+        return await self._answer(request, parse_chat)
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, parse_completion, self._backend.completions)
+        return await self._answer(request, parse_completion)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._reply(request, parse_tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._reply(request, parse_detokenize)
 
     async def models(self) -> Response:
         try:
@@ -125,12 +161,20 @@ class Ingress:
         except EyasError as error:
             return _response(reply_for(error))
 
-    async def _answer(
-        self, request: Request, parse: Callable[[bytes], C], ask: Callable[[C, str], Messages]
-    ) -> Response:
+    async def _reply(self, request: Request, parse: Callable[[bytes], TokenCall]) -> Response:
+        try:
+            return _response(await self._backend.reply(parse(await self._read(request))))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:  # the edge of a call: every error becomes an answer
+            return _response(reply_for(error))
+
+    async def _answer(self, request: Request, parse: Callable[[bytes], Call]) -> Response:
         try:
             call = parse(await self._read(request))
-            messages = ask(call, uuid.uuid4().hex)
+            messages = self._backend.answer(call, uuid.uuid4().hex)
+            if call.options.is_stream:
+                messages = with_keep_alive(messages, self._door.keep_alive_s)
             # The first message is awaited before any status is sent, so that an error is a status.
             first = await anext(messages)
         except ClientDisconnect:
@@ -146,17 +190,17 @@ class Ingress:
         """Return the body, reading no more of it than is allowed."""
         _check_media_type(request.headers)
         declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._max_body_bytes:
+        if declared.isdigit() and int(declared) > self._door.max_body_bytes:
             raise self._too_large()
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
-            if len(body) > self._max_body_bytes:
+            if len(body) > self._door.max_body_bytes:
                 raise self._too_large()
         return bytes(body)
 
     def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body may have {self._max_body_bytes} bytes at most")
+        return BodyTooLargeError(f"the body may have {self._door.max_body_bytes} bytes at most")
 
 
 async def _relay(first: bytes, messages: Messages) -> AsyncGenerator[bytes, None]:
@@ -165,8 +209,8 @@ async def _relay(first: bytes, messages: Messages) -> AsyncGenerator[bytes, None
         yield first
         try:
             async for message in messages:
-                assert isinstance(message, bytes), "a whole reply inside a stream"
-                yield message
+                # An error that came after the first comment could not be a status any more.
+                yield message if isinstance(message, bytes) else b"data: " + message.body + b"\n\n" + DONE
         except Exception as error:  # the status is out: the error can only be an event
             yield event_for(error) + DONE
 

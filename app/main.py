@@ -4,6 +4,8 @@ This and `cli_serve` are the only files that know Ray; what they place is in `in
 """
 
 import asyncio
+import logging
+import os
 from collections.abc import Awaitable
 from contextlib import aclosing
 from typing import TypeVar
@@ -15,20 +17,26 @@ from ray.serve import Application
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from app.call import ChatCall, CompletionCall, Reply
+from app.api_keys import load_api_keys
+from app.call import Call, Reply, TokenCall
 from app.config import ServerConfig
-from app.ingress import Ingress, Messages
+from app.errors import NoReplicaError
+from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.version import version
 from engine import CapacityError, EngineDeadError
 
 T = TypeVar("T")
+logger = logging.getLogger("ray.serve")  # the log that Serve keeps for each replica
+
+SERVER = "llm-server"
 
 # The engine's own queue limit answers 429 at once; Serve must not hold calls back before it.
 MAX_ONGOING_REQUESTS = 100_000
 MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
 HEALTH_PERIOD_S = 5.0
+LAST_WORDS_S = 1.0  # in which the streams of a dead engine send their last event
 CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
 
 
@@ -36,18 +44,19 @@ class LLMServerDeployment:
     """One replica: an `LLMServer` with the life that Serve gives it."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        for handler in logger.handlers:  # our own words belong into the same file
+            logging.getLogger("engine").addHandler(handler)
+            logging.getLogger("app").addHandler(handler)
         replica = serve.get_replica_context().replica_tag
         self._server = await LLMServer.start(config, replica)
 
-    async def chat(self, call: ChatCall, call_id: str) -> Messages:
-        async with aclosing(self._server.chat(call, call_id)) as messages:
+    async def answer(self, call: Call, call_id: str) -> Messages:
+        async with aclosing(self._server.answer(call, call_id)) as messages:
             async for message in messages:
                 yield message
 
-    async def completions(self, call: CompletionCall, call_id: str) -> Messages:
-        async with aclosing(self._server.completions(call, call_id)) as messages:
-            async for message in messages:
-                yield message
+    async def reply(self, call: TokenCall) -> Reply:
+        return await self._server.reply(call)
 
     async def card(self) -> ModelCard:
         return self._server.card()
@@ -55,8 +64,21 @@ class LLMServerDeployment:
     async def snapshot(self) -> ReplicaSnapshot:
         return await self._server.snapshot()
 
-    async def check_health(self) -> None:
+    async def health(self) -> None:
+        """Answer clients that ask; raises `EngineDeadError`."""
         self._server.check_health()
+
+    async def check_health(self) -> None:
+        """Answer Serve that asks. A replica without its engine ends by itself: Serve would ask it twice more
+        before it starts another.
+        """
+        try:
+            self._server.check_health()
+        except EngineDeadError as error:
+            logger.error("replica ends cause=%r", str(error))
+            await self._server.shutdown()  # a core that hangs does not end with its client
+            await asyncio.sleep(LAST_WORDS_S)
+            os._exit(1)
 
     async def __del__(self) -> None:
         if hasattr(self, "_server"):
@@ -70,15 +92,19 @@ class HandleBackend:
         self._handle = handle
         self._streams = handle.options(stream=True)
 
-    async def chat(self, call: ChatCall, call_id: str) -> Messages:
-        async with aclosing(self._relay(self._streams.chat.remote(call, call_id))) as messages:
-            async for message in messages:
+    async def answer(self, call: Call, call_id: str) -> Messages:
+        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(call, call_id)
+        try:
+            async for message in response:
                 yield message
+        except _RAY_ERRORS as error:
+            raise _translate(error) from error
+        finally:
+            response.cancel()  # without effect on one that has ended
 
-    async def completions(self, call: CompletionCall, call_id: str) -> Messages:
-        async with aclosing(self._relay(self._streams.completions.remote(call, call_id))) as messages:
-            async for message in messages:
-                yield message
+    async def reply(self, call: TokenCall) -> Reply:
+        reply: Reply = await _translated(self._handle.reply.remote(call))
+        return reply
 
     async def card(self) -> ModelCard:
         card: ModelCard = await _translated(self._handle.card.remote())
@@ -91,16 +117,7 @@ class HandleBackend:
         return snapshots
 
     async def check_health(self) -> None:
-        await _translated(self._handle.check_health.remote())
-
-    async def _relay(self, response: DeploymentResponseGenerator[bytes | Reply]) -> Messages:
-        try:
-            async for message in response:
-                yield message
-        except _RAY_ERRORS as error:
-            raise _translate(error) from error
-        finally:
-            response.cancel()  # without effect on one that has ended
+        await _translated(self._handle.health.remote())
 
 
 _RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError)
@@ -109,14 +126,14 @@ _RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaU
 def _translate(error: Exception) -> CapacityError | EngineDeadError:
     if isinstance(error, BackPressureError):
         return CapacityError("the server is full: try again in a moment")
-    return EngineDeadError("the replica that served this request is gone: send it again")
+    return EngineDeadError(str(error))
 
 
 async def _translated(call: Awaitable[T]) -> T:
     try:
         return await asyncio.wait_for(call, CONTROL_TIMEOUT_S)
     except TimeoutError as error:
-        raise EngineDeadError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
+        raise NoReplicaError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
     except _RAY_ERRORS as error:
         raise _translate(error) from error
 
@@ -125,8 +142,11 @@ async def _translated(call: Awaitable[T]) -> T:
 class IngressDeployment:
     """The HTTP front as a deployment; the routes live in the application that `Ingress` builds."""
 
-    def __init__(self, server: DeploymentHandle, max_body_bytes: int) -> None:
-        self._ingress = Ingress(HandleBackend(server), version(), max_body_bytes)
+    def __init__(self, server: DeploymentHandle, config: ServerConfig) -> None:
+        # Keys are read here: they must not travel with the application's arguments, which Serve logs.
+        keys = load_api_keys(config.api_key_file)
+        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s)
+        self._ingress = Ingress(HandleBackend(server), version(), door)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return self._ingress.build()
@@ -136,7 +156,7 @@ def build(args: ServerConfig) -> Application:
     """Return the Serve application; `serve run app.main:build` calls it with the YAML's `args`."""
     server = serve.deployment(
         LLMServerDeployment,
-        name="llm-server",
+        name=SERVER,
         num_replicas=args.num_replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=args.drain_timeout_s,
@@ -153,4 +173,4 @@ def build(args: ServerConfig) -> Application:
         graceful_shutdown_wait_loop_s=1.0,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(server.bind(args), args.max_body_bytes)
+    return ingress.bind(server.bind(args), args)

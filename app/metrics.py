@@ -84,6 +84,9 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
     # length
     Plain("eyas_verification_calls_total", "(sequence, verification) pairs", lambda s: s.num_calls),
     Plain("eyas_generation_tokens_total", "tokens emitted", lambda s: s.num_output_tokens),
+    # 1 + rate(eyas_accepted_draft_tokens_total[1m]) / rate(eyas_drafts_total[1m]) is the acceptance length of
+    # the rows that drafted
+    Plain("eyas_drafts_total", "(sequence, step) pairs that drafted", lambda s: s.num_drafts),
     # rate(eyas_accepted_draft_tokens_total[1m]) / rate(eyas_draft_tokens_total[1m]) is the acceptance rate
     Plain("eyas_draft_tokens_total", "draft tokens verified", lambda s: s.num_drafted),
     Plain("eyas_accepted_draft_tokens_total", "draft tokens kept", lambda s: s.num_accepted),
@@ -112,6 +115,7 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
     Plain(
         "vllm:generation_tokens_total", "alias of eyas_generation_tokens_total", lambda s: s.num_output_tokens
     ),
+    Plain("vllm:spec_decode_num_drafts_total", "alias of eyas_drafts_total", lambda s: s.num_drafts),
     Plain(
         "vllm:spec_decode_num_draft_tokens_total", "alias of eyas_draft_tokens_total", lambda s: s.num_drafted
     ),

@@ -4,6 +4,7 @@ A known field that we cannot honour is refused by name, never dropped. Whether a
 exists is left to `choices`.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -14,6 +15,7 @@ from app.call import CallOptions, ChatCall, CompletionCall, Message, Prompt
 from engine import RequestError, SamplingParams
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Body")
 
 MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -101,8 +103,8 @@ def _as_prompt(value: object) -> Prompt:
     raise PydanticCustomError("prompt", "each prompt should be a string or a list of integer token ids")
 
 
-class _Body(BaseModel):
-    """Unknown fields are kept only so that refused ones can be named."""
+class Body(BaseModel):
+    """A JSON object from a client. Unknown fields are kept only so that refused ones can be named."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -116,12 +118,12 @@ class _Body(BaseModel):
         return self
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class MessageBody(_Body):
+class MessageBody(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_as_text)] = ""
     name: str | None = None
@@ -141,7 +143,7 @@ class MessageBody(_Body):
         return Message(role, self.content, self.name)
 
 
-class _GenerationBody(_Body):
+class _GenerationBody(Body):
     """What chat and completions share, our extensions included."""
 
     model: str
@@ -165,6 +167,9 @@ class _GenerationBody(_Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: str | None = None
+    speculation_stats: bool | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    user: str | None = None
 
     def options(self, max_tokens: int | None, default_max_tokens: int) -> CallOptions:
         """Return the call's options; values out of range raise `RequestError` naming the field."""
@@ -182,6 +187,8 @@ class _GenerationBody(_Body):
             is_stream=bool(self.stream),
             includes_usage=bool(stream_options.include_usage),
             has_continuous_usage=bool(stream_options.continuous_usage_stats),
+            wants_speculation_stats=bool(self.speculation_stats),
+            priority=self.priority or 0,
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
@@ -219,25 +226,34 @@ class ChatBody(_GenerationBody):
 class CompletionBody(_GenerationBody):
     prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts)]
     best_of: int | None = None
+    echo: bool | None = None
 
     def to_call(self) -> CompletionCall:
         if self.best_of not in (None, self.n or 1):
             raise RequestError("best_of is supported only where it equals n: leave it out", "best_of")
-        return CompletionCall(tuple(self.prompt), self.options(self.max_tokens, DEFAULT_COMPLETION_TOKENS))
+        is_echoed = bool(self.echo)
+        is_echo_alone = is_echoed and self.max_tokens == 0
+        options = self.options(1 if is_echo_alone else self.max_tokens, DEFAULT_COMPLETION_TOKENS)
+        options = dataclasses.replace(
+            options, is_echoed=is_echoed, max_tokens=0 if is_echo_alone else options.max_tokens
+        )
+        return CompletionCall(tuple(self.prompt), options)
 
 
 def parse_chat(body: bytes) -> ChatCall:
     """Return the call that a body of /v1/chat/completions asks for, or raise `RequestError`."""
-    try:
-        return ChatBody.model_validate_json(body).to_call()
-    except ValidationError as error:
-        raise _request_error(error) from error
+    return parse(ChatBody, body).to_call()
 
 
 def parse_completion(body: bytes) -> CompletionCall:
     """Return the call that a body of /v1/completions asks for, or raise `RequestError`."""
+    return parse(CompletionBody, body).to_call()
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """Return the JSON `body` as a `kind`; the first fault is a `RequestError` that names its field."""
     try:
-        return CompletionBody.model_validate_json(body).to_call()
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise _request_error(error) from error
 

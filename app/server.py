@@ -5,25 +5,33 @@ HTTP is left to `ingress`, placing and scaling replicas to `main`.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
-from app.call import CallOptions, ChatCall, CompletionCall, Prompt, Reply
+from app.call import Call, CallOptions, ChatCall, DetokenizeCall, Reply, TokenCall, TokenizeCall
 from app.chat import ChatTemplate
-from app.choices import plan_requests
+from app.choices import Limits, check_token_ids, plan_requests
 from app.config import ServerConfig
 from app.errors import UnknownModelError, event_for, reply_for
-from app.generation import ChoiceDelta, TokenEngine, run_choices
+from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
 from app.metrics import Histogram, ReplicaSnapshot
-from app.streaming import DONE, ChatForm, CompletionForm, Envelope, EventWriter, Form, Tally, whole_body
+from app.prompts import Prompts
+from app.streaming import (
+    DONE,
+    JSON,
+    ChatForm,
+    CompletionForm,
+    Envelope,
+    EventWriter,
+    Form,
+    Tally,
+    dump,
+    whole_body,
+)
 from app.tokenizer import Tokenizer
 from app.version import version
-from engine import AsyncEngine, Request
-
-Tokenize = Callable[[], Awaitable[list[tuple[int, ...]]]]
-
-LONG_TEXT = 8192  # characters: tokenizing more than this would stall other streams, so a thread does it
+from engine import AsyncEngine, CapacityError, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +44,10 @@ class ModelCard:
 
 
 class LLMServer:
-    """Answers calls with one engine. `chat` and `completions` yield one message per engine step.
+    """Answers calls with one engine. `answer` yields one message per engine step.
 
     The first message is either a `Reply`, which is the whole answer or an error, or the first events of a
-    stream; nothing but more events follows those. `max_num_waiting` is the engine's queue limit, which also
-    bounds the answers of one call.
+    stream; nothing but more events follows those.
     """
 
     def __init__(
@@ -49,15 +56,16 @@ class LLMServer:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         name: str,
-        max_num_waiting: int,
+        limits: Limits,
         replica: str = "local",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._template = template
+        self._prompts = Prompts(tokenizer, template)
         self._name = name
-        self._max_requests = max_num_waiting
+        self._limits = limits
+        self._num_calls = 0
         self._replica = replica
         self._clock = clock
         self._created = int(time.time())
@@ -74,13 +82,14 @@ class LLMServer:
         tokenizer = Tokenizer(engine_config.model)
         template = ChatTemplate(engine_config.model)
         engine = await AsyncEngine.start(engine_config)
-        return LLMServer(engine, tokenizer, template, config.name, engine_config.max_num_waiting, replica)
+        limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
+        return LLMServer(engine, tokenizer, template, config.name, limits, replica)
 
     def card(self) -> ModelCard:
         return ModelCard(self._name, self._created, self._engine.facts.max_model_len)
 
     def check_health(self) -> None:
-        """Raise `EngineDeadError` where the engine core is gone; one that hangs is not noticed yet."""
+        """Raise `EngineDeadError` where the engine core is gone or hangs."""
         self._engine.check_health()
 
     async def snapshot(self) -> ReplicaSnapshot:
@@ -96,69 +105,65 @@ class LLMServer:
     async def shutdown(self) -> None:
         await self._engine.shutdown()
 
-    def chat(self, call: ChatCall, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
-        async def tokenize() -> list[tuple[int, ...]]:
-            return [await self._encode(self._template.render(call.messages), add_special_tokens=False)]
-
-        return self._answer(ChatForm(), tokenize, call.options, call_id)
-
-    def completions(self, call: CompletionCall, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
-        async def tokenize() -> list[tuple[int, ...]]:
-            return [await self._encode(prompt, add_special_tokens=True) for prompt in call.prompts]
-
-        return self._answer(CompletionForm(), tokenize, call.options, call_id)
-
-    async def _answer(
-        self, form: Form, tokenize: Tokenize, options: CallOptions, call_id: str
-    ) -> AsyncGenerator[bytes | Reply, None]:
+    async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
         """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
         has_begun = False
         try:
-            if options.model != self._name:
-                raise UnknownModelError(
-                    f"the model {options.model[:80]!r} does not exist here: this server has {self._name!r}",
-                    "model",
-                )
-            prompts = await tokenize()
-            requests = plan_requests(
-                call_id, prompts, options, self._engine.facts, form.prompt_field, self._max_requests
-            )
-            envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
-            tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
-            write = self._events if options.is_stream else self._whole
-            async with aclosing(write(requests, options, envelope, tally)) as messages:
-                async for message in messages:
-                    has_begun = True
-                    yield message
+            with self._counted():
+                async with aclosing(self._messages(call, call_id)) as messages:
+                    async for message in messages:
+                        has_begun = True
+                        yield message
         except Exception as error:  # the edge of a call: every error becomes an answer
             yield event_for(error) + DONE if has_begun else reply_for(error)
 
-    async def _events(
-        self, requests: Sequence[Request], options: CallOptions, envelope: Envelope, tally: Tally
-    ) -> AsyncGenerator[bytes | Reply, None]:
-        writer = EventWriter(envelope, tally, options.includes_usage, options.has_continuous_usage)
-        async with aclosing(self._steps(requests, options)) as steps:
-            async for deltas in steps:
-                if events := writer.events(deltas):
-                    yield events
-        yield writer.closing()
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a call as in flight. Raises `CapacityError` where that is one too many."""
+        most = self._limits.max_concurrent_calls
+        if most is not None and self._num_calls >= most:
+            raise CapacityError(f"the server is full, it takes {most} calls at once: try again in a moment")
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
-    async def _whole(
-        self, requests: Sequence[Request], options: CallOptions, envelope: Envelope, tally: Tally
-    ) -> AsyncGenerator[bytes | Reply, None]:
-        collected: list[ChoiceDelta] = []
-        async with aclosing(self._steps(requests, options)) as steps:
-            async for deltas in steps:
-                collected += deltas
-        yield Reply(200, whole_body(envelope, tally, collected))
+    async def _messages(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+        form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
+        options = call.options
+        self._check_model(options.model)
+        prompts = await self._encode(call)
+        requests = plan_requests(
+            call_id, prompts, options, self._engine.facts, form.prompt_field, self._limits
+        )
+        envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
+        tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
+        echoes = await self._echoes(call)
+        steps = self._steps(requests, options, echoes)
+        async with aclosing(steps):
+            if options.is_stream:
+                writer = EventWriter(envelope, tally, options)
+                async for deltas in steps:
+                    if events := writer.events(deltas):
+                        yield events
+                yield writer.closing()
+            else:
+                collected = [delta async for deltas in steps for delta in deltas]
+                yield Reply(200, whole_body(envelope, tally, collected, options.wants_speculation_stats))
 
     async def _steps(
-        self, requests: Sequence[Request], options: CallOptions
+        self, requests: Sequence[Request], options: CallOptions, echoes: Sequence[str]
     ) -> AsyncGenerator[list[ChoiceDelta], None]:
         """Yield the steps of a call and time them."""
         start = self._clock()
         first: dict[int, tuple[float, int]] = {}
-        async with aclosing(run_choices(self._engine, self._tokenizer, requests, options)) as steps:
+        run = (
+            echo_alone(len(requests))
+            if options.max_tokens == 0
+            else run_choices(self._engine, self._tokenizer, requests, options)
+        )
+        async with aclosing(with_echo(run, echoes) if echoes else run) as steps:
             async for deltas in steps:
                 now = self._clock()
                 if not first:
@@ -170,9 +175,46 @@ class LLMServer:
                 yield deltas
         self._duration.observe(self._clock() - start)
 
-    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return prompt
-        if len(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens)
-        return self._tokenizer.encode(prompt, add_special_tokens)
+    async def _echoes(self, call: Call) -> list[str]:
+        """Return the text to begin each choice with; empty where none is asked for."""
+        if isinstance(call, ChatCall) or not call.options.is_echoed:
+            return []
+        texts = [
+            prompt if isinstance(prompt, str) else await self._prompts.decode(prompt)
+            for prompt in call.prompts
+        ]
+        return [text for text in texts for _ in range(call.options.num_choices)]
+
+    async def reply(self, call: TokenCall) -> Reply:
+        """Answer what needs the tokenizer only; errors are replies too."""
+        try:
+            if call.model is not None:
+                self._check_model(call.model)
+            body = await (self._tokenize(call) if isinstance(call, TokenizeCall) else self._detokenize(call))
+        except Exception as error:  # the edge of a call: every error becomes an answer
+            return reply_for(error)
+        return Reply(200, dump(body))
+
+    async def _tokenize(self, call: TokenizeCall) -> JSON:
+        token_ids = await self._prompts.encode_as_asked(call)
+        return {
+            "count": len(token_ids),
+            "max_model_len": self._engine.facts.max_model_len,
+            "tokens": token_ids,
+            "token_strs": self._prompts.token_texts(token_ids) if call.wants_texts else None,
+        }
+
+    async def _detokenize(self, call: DetokenizeCall) -> JSON:
+        check_token_ids(call.token_ids, self._engine.facts, "tokens")
+        return {"prompt": await self._prompts.decode(call.token_ids)}
+
+    async def _encode(self, call: Call) -> list[tuple[int, ...]]:
+        if isinstance(call, ChatCall):
+            return [await self._prompts.encode_chat(call.messages)]
+        return [await self._prompts.encode(prompt) for prompt in call.prompts]
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            raise UnknownModelError(
+                f"the model {name[:80]!r} does not exist here: this server has {self._name!r}", "model"
+            )

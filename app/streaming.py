@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.answer import AnswerEnd
+from app.call import CallOptions
 from app.generation import ChoiceDelta
+from app.speculation_stats import SpeculationStats
 
 DONE = b"data: [DONE]\n\n"
 JSON = dict[str, object]
@@ -93,11 +95,13 @@ class Tally:
         self._num_choices = num_choices
         self._num_tokens: dict[int, int] = {}
         self._num_cached: dict[int, int] = {}
+        self._speculation = SpeculationStats()
 
     def add(self, delta: ChoiceDelta) -> None:
         self._num_tokens[delta.index] = delta.num_tokens
         if delta.index % self._num_choices == 0:
             self._num_cached[delta.index] = delta.num_cached
+        self._speculation.observe(delta.num_drafted_in_step, delta.num_accepted_in_step)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -111,18 +115,24 @@ class Tally:
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
         }
 
+    def metrics(self) -> JSON:
+        """Return vLLM's object `metrics`, whose place is beside `usage`."""
+        return {"speculative_decoding": self._speculation.body()}
+
 
 class EventWriter:
     """Writes one streamed answer: opening, pieces, an ending per choice, usage where asked, `[DONE]`.
 
     With `includes_usage` every event carries `usage`: null, or the count so far where it is continuous.
+    Statistics of speculation ride on the usage event, which comes without usage where only they are wanted.
     """
 
-    def __init__(self, envelope: Envelope, tally: Tally, includes_usage: bool, is_continuous: bool) -> None:
+    def __init__(self, envelope: Envelope, tally: Tally, options: CallOptions) -> None:
         self._envelope = envelope
         self._tally = tally
-        self._includes_usage = includes_usage
-        self._is_continuous = is_continuous
+        self._includes_usage = options.includes_usage
+        self._is_continuous = options.has_continuous_usage
+        self._includes_metrics = options.wants_speculation_stats
         self._open: set[int] = set()
 
     def events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
@@ -131,8 +141,10 @@ class EventWriter:
 
     def closing(self) -> bytes:
         """Return the usage event where it was asked for, and `[DONE]`."""
-        usage = self._event([], self._tally.usage()) if self._includes_usage else b""
-        return usage + DONE
+        if not self._includes_usage and not self._includes_metrics:
+            return DONE
+        metrics = self._tally.metrics() if self._includes_metrics else None
+        return self._event([], self._tally.usage(), metrics) + DONE
 
     def _choice_events(self, delta: ChoiceDelta) -> bytes:
         form = self._envelope.form
@@ -151,14 +163,18 @@ class EventWriter:
     def _running_usage(self) -> JSON | None:
         return self._tally.usage() if self._is_continuous else None
 
-    def _event(self, choices: Sequence[JSON], usage: JSON | None) -> bytes:
+    def _event(self, choices: Sequence[JSON], usage: JSON | None, metrics: JSON | None = None) -> bytes:
         body = self._envelope.fields(self._envelope.form.chunk_object, choices)
         if self._includes_usage or self._is_continuous:
             body["usage"] = usage
+        if metrics is not None:
+            body["metrics"] = metrics
         return b"data: " + dump(body) + b"\n\n"
 
 
-def whole_body(envelope: Envelope, tally: Tally, deltas: Sequence[ChoiceDelta]) -> bytes:
+def whole_body(
+    envelope: Envelope, tally: Tally, deltas: Sequence[ChoiceDelta], includes_metrics: bool
+) -> bytes:
     """Return the body of an answer that was not streamed, made of all its deltas."""
     texts: dict[int, list[str]] = {}
     ends: dict[int, AnswerEnd] = {}
@@ -169,7 +185,8 @@ def whole_body(envelope: Envelope, tally: Tally, deltas: Sequence[ChoiceDelta]) 
             ends[delta.index] = delta.end
     form = envelope.form
     choices = [form.whole(index, "".join(texts[index]), ends[index]) for index in sorted(texts)]
-    return dump(envelope.fields(form.whole_object, choices) | {"usage": tally.usage()})
+    body = envelope.fields(form.whole_object, choices) | {"usage": tally.usage()}
+    return dump(body | {"metrics": tally.metrics()} if includes_metrics else body)
 
 
 def dump(body: JSON) -> bytes:

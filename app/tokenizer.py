@@ -32,3 +32,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. An id beyond the vocabulary (a padded row of the head) has no text."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the vocabulary's spelling of one token, which need not be valid text; "" beyond it."""
+        return self._tokenizer.id_to_token(token_id) or ""

@@ -1,187 +1,182 @@
 """The client of an engine core process, for an asyncio program.
 
-It starts the process, hands each request's deltas to its own generator, and fails them all if the process
-dies.
+It hands each request's deltas to its own generator, and fails them all if the process dies. The process and
+its socket are left to `core_link`.
 """
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
-import threading
+import logging
+import time
 from collections.abc import AsyncGenerator
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig
+from engine.core_link import CoreLink
 from engine.errors import EngineDeadError, RequestError
-from engine.messages import (
-    Abort,
-    Add,
-    AskStats,
-    ClientMessage,
-    CoreMessage,
-    Deltas,
-    Failed,
-    Ready,
-    Refused,
-    Shutdown,
-)
+from engine.messages import Abort, Add, AskStats, CoreMessage, Deltas, Refused
 from engine.request import Request
-from engine.stats import EngineFacts, EngineStats
+from engine.stats import EngineStats
 
-_SHUTDOWN_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The answer to the `idx`-th `Add`; None in its queue ends it."""
+
+    idx: int
+    queue: asyncio.Queue[SequenceDelta | Exception | None] = field(default_factory=asyncio.Queue)
 
 
 class AsyncEngine:
     """One engine core process. Made by `start`; every method belongs to the event loop that made it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, facts: EngineFacts) -> None:
-        self.facts = facts
-        self._process, self._connection = process, connection
+    def __init__(self, link: CoreLink, hang_seconds: float) -> None:
+        self.facts = link.facts
+        self._link, self._hang_seconds = link, hang_seconds
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, asyncio.Queue[SequenceDelta | Exception]] = {}
-        self._stats: list[asyncio.Future[EngineStats]] = []
-        self._death: EngineDeadError | None = None
-        self._reader = threading.Thread(target=self._read, name="engine-core-reader", daemon=True)
-        self._reader.start()
+        self._streams: dict[str, _Stream] = {}  # those whose end has not come
+        self._num_added = 0
+        self._asked: asyncio.Future[EngineStats | None] | None = None
+        self._owing_since = 0.0
+        self._is_dead = self._is_closing = False
+        link.listen(self._dispatch, self._die)
 
     @staticmethod
     async def start(config: EngineConfig) -> "AsyncEngine":
         """Start a core and wait until it serves. Raises what stopped it: `ModelLoadError`, `ConfigError`, or
         `EngineDeadError` where it died without a word.
         """
-        ours, theirs = socket.socketpair()
-        process = _spawn(theirs)
-        connection = Connection(ours.detach())
-        try:
-            answer = await asyncio.to_thread(_handshake, connection, config)
-        except (EOFError, OSError) as error:
-            raise EngineDeadError(
-                f"the engine core died at its start, exit status {process.wait()}"
-            ) from error
-        except asyncio.CancelledError:
-            process.kill()
-            process.wait()  # a killed process ends at once; one never waited for stays a zombie
-            raise
-        if isinstance(answer, Failed):
-            process.wait()
-            raise answer.error
-        assert isinstance(answer, Ready), answer
-        return AsyncEngine(process, connection, answer.facts)
+        return AsyncEngine(await CoreLink.start(config), config.hang_seconds)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         """Yield what each step gives this request, until one has a finish reason.
 
         Raises `RequestError` or `CapacityError` before the first delta, `EngineDeadError` at any time.
-        Closing the generator early, by cancellation too, aborts the request and frees what it holds. Do not
-        use the id of an aborted request again: deltas of its last step may still be on their way.
+        Closing the generator early, by cancellation too, aborts the request and frees what it holds; see
+        `finish` for an answer that is whole.
         """
-        self.check_health()
+        self._check_core()
         request_id = request.request_id
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use: ids must be unique", "request_id")
-        queue: asyncio.Queue[SequenceDelta | Exception] = asyncio.Queue()
-        self._streams[request_id] = queue
-        is_open = True
-        self._send(Add(request))
+        stream = self._open(request)
         try:
-            while is_open:
-                delta = await queue.get()
-                if isinstance(delta, Exception):
-                    is_open = False
-                    raise delta
-                is_open = delta.finish_reason is None
-                yield delta
+            while (news := await stream.queue.get()) is not None:
+                if isinstance(news, Exception):
+                    raise news
+                yield news
+                if news.finish_reason is not None:
+                    return
         finally:
-            self._streams.pop(request_id, None)
-            if is_open and self._death is None:
-                self._send(Abort(request_id))
+            if self._streams.get(request_id) is stream:  # else it has ended
+                self._close(request_id, is_finished=False)
+
+    def finish(self, request_id: str) -> None:
+        """End a request whose client has all it wants, as after a stop string: it counts as finished, where
+        closing its generator alone would count it as aborted. Nothing happens where it has ended.
+        """
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.queue.put_nowait(None)
+            self._close(request_id, is_finished=True)
 
     async def stats(self) -> EngineStats:
-        """Return the core's counters and gauges, read between two of its steps."""
-        self.check_health()
-        future: asyncio.Future[EngineStats] = self._loop.create_future()
-        self._stats.append(future)
-        self._send(AskStats())
-        return await future
+        """Return the core's counters and gauges, read between two of its steps. Callers that ask at one time
+        share one answer. Raises `EngineDeadError` where none comes.
+        """
+        self._check_core()
+        try:
+            # Shielded: one reader that leaves must not take the answer from the others.
+            stats = await asyncio.wait_for(asyncio.shield(self._ask()), self._hang_seconds)
+        except TimeoutError:
+            raise EngineDeadError(f"the engine core hangs: no answer in {self._hang_seconds:g} s") from None
+        if stats is None:
+            raise _gone()
+        return stats
 
     def check_health(self) -> None:
-        """Raise `EngineDeadError` if the core is gone."""
-        if self._death is not None:
-            raise self._death
+        """Raise `EngineDeadError` if the core is gone, or hangs: owes an answer and has said nothing for
+        `EngineConfig.hang_seconds`. Each call asks for a sign of life that a later one looks for; a core that
+        speaks again is healthy again.
+        """
+        self._check_core()
+        self._ask()
 
     async def shutdown(self) -> None:
         """End the core; requests still open fail with `EngineDeadError`. Safe to call twice."""
-        if self._death is None:
-            self._send(Shutdown())
-        try:
-            await asyncio.to_thread(self._process.wait, _SHUTDOWN_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(self._reader.join)
-        self._connection.close()
+        self._is_closing = True
+        await self._link.close()
 
-    def _send(self, message: ClientMessage) -> None:
-        # A core that has just died is reported by the reader, which also ends the streams.
-        with suppress(OSError):
-            self._connection.send(message)
+    def _check_core(self) -> None:
+        if self._is_dead:
+            raise _gone()
+        silence = time.monotonic() - max(self._owing_since, self._link.last_heard)
+        if self._is_owing and silence > self._hang_seconds:
+            raise EngineDeadError(f"the engine core hangs: it has said nothing for {silence:.0f} s")
 
-    def _read(self) -> None:
-        """Pass each message of the core to the loop; runs in a thread until the core is gone."""
-        cause = "it ended"
-        with suppress(RuntimeError):  # from a closed loop: nobody is left to tell
-            with suppress(EOFError, OSError):
-                while True:
-                    message: CoreMessage = self._connection.recv()
-                    if isinstance(message, Failed):
-                        cause = str(message.error)
-                    else:
-                        self._loop.call_soon_threadsafe(self._dispatch, message)
-            self._loop.call_soon_threadsafe(self._die, cause)
+    @property
+    def _is_owing(self) -> bool:
+        """True while the core must speak: it does after every step, and between steps where it is asked."""
+        return bool(self._streams) or self._asked is not None
+
+    def _note_debt(self) -> None:
+        if not self._is_owing:
+            self._owing_since = time.monotonic()
+
+    def _open(self, request: Request) -> _Stream:
+        self._link.send(Add(request))
+        self._note_debt()
+        self._num_added += 1
+        stream = self._streams[request.request_id] = _Stream(self._num_added)
+        return stream
+
+    def _close(self, request_id: str, is_finished: bool) -> None:
+        del self._streams[request_id]
+        self._link.send(Abort(request_id, is_finished))
+
+    def _ask(self) -> asyncio.Future[EngineStats | None]:
+        """Return the answer to the question on its way, or to a new one; None if the core dies first."""
+        if self._asked is None:
+            self._note_debt()
+            self._asked = self._loop.create_future()
+            self._link.send(AskStats())
+        return self._asked
 
     def _dispatch(self, message: CoreMessage) -> None:
         match message:
-            case Deltas(deltas):
+            case Deltas(deltas, num_added):
                 for delta in deltas:
-                    if (queue := self._streams.get(delta.request_id)) is not None:
-                        queue.put_nowait(delta)
-            case Refused(request_id, error):
-                if (queue := self._streams.get(request_id)) is not None:
-                    queue.put_nowait(error)
+                    self._hand(delta.request_id, delta, num_added)
+            case Refused(request_id, error, num_added):
+                self._hand(request_id, error, num_added)
             case EngineStats():
-                future = self._stats.pop(0)
-                if not future.done():
-                    future.set_result(message)
-            case _:
-                raise AssertionError(message)
+                self._answer(message)
+
+    def _hand(self, request_id: str, news: SequenceDelta | Exception, num_added: int) -> None:
+        """Give a stream its news, unless it is younger than they are: they are of an aborted namesake."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.idx > num_added:
+            return
+        stream.queue.put_nowait(news)
+        if isinstance(news, Exception) or news.finish_reason is not None:
+            del self._streams[request_id]
+
+    def _answer(self, stats: EngineStats | None) -> None:
+        if self._asked is not None:
+            self._asked.set_result(stats)
+            self._asked = None
 
     def _die(self, cause: str) -> None:
-        self._death = EngineDeadError(f"the engine core is gone: {cause}")
-        for queue in self._streams.values():
-            queue.put_nowait(self._death)
-        for future in self._stats:
-            if not future.done():
-                future.set_exception(self._death)
+        if not self._is_closing:
+            logger.error("engine core died cause=%s", cause)
+        self._is_dead = True
+        for stream in self._streams.values():
+            stream.queue.put_nowait(_gone())
+        self._streams.clear()
+        self._answer(None)
 
 
-def _spawn(core_end: socket.socket) -> subprocess.Popen[bytes]:
-    """Start `python -m engine.core` with its end of the connection, and close that end here."""
-    # The package may be on this process's path only, as in a test run from a checkout.
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, "-m", "engine.core", str(core_end.fileno())]
-    try:
-        return subprocess.Popen(command, pass_fds=[core_end.fileno()], env=environment)  # noqa: S603
-    finally:
-        core_end.close()
-
-
-def _handshake(connection: Connection, config: EngineConfig) -> CoreMessage:
-    connection.send(config)
-    answer: CoreMessage = connection.recv()
-    return answer
+def _gone() -> EngineDeadError:
+    """Return what a client is told; why the core died is for the log."""
+    return EngineDeadError("the engine core is gone: send the request again")

@@ -110,6 +110,22 @@ class StepPlan:
     rows: tuple[DecodeRow, ...]
     max_prefix_len: int
 
+    @property
+    def is_empty(self) -> bool:
+        """True where nothing would run."""
+        return not self.chunks and not self.rows
+
+    def without(self, slot: int) -> "StepPlan":
+        """Return the step without all that concerns one slot."""
+        return StepPlan(
+            step_idx=self.step_idx,
+            admissions=tuple(admission for admission in self.admissions if admission.slot != slot),
+            growths=tuple(growth for growth in self.growths if growth.slot != slot),
+            chunks=tuple(chunk for chunk in self.chunks if chunk.slot != slot),
+            rows=tuple(row for row in self.rows if row.slot != slot),
+            max_prefix_len=self.max_prefix_len,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
@@ -162,7 +178,9 @@ class SequenceDelta:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a dispatcher may know before a step. `num_free_blocks` counts evictable blocks too."""
+    """What a dispatcher may know before a step, where `num_running` counts the sequences that the step will
+    admit. `num_free_blocks` counts evictable blocks too.
+    """
 
     num_running: int
     num_waiting: int

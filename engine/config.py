@@ -44,6 +44,9 @@ class EngineConfig:
     """Everything an engine needs to start. Sizes are in tokens unless named blocks.
 
     `num_blocks` None means: as many as `memory_gib` (CPU) or the free device memory (CUDA) hold.
+    `hang_seconds` is how long a core with work may say nothing before it counts as hanging. It speaks after
+    every step, and the longest ones must fit: 512 prompt tokens of a large model on a slow CPU, or the first
+    step on a GPU, which compiles its kernels, take a minute.
     `num_threads` None means cores - 1, at least 1: two spinning threads on two busy cores are slower than
     one.
     """
@@ -63,6 +66,7 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     num_threads: int | None = None
     seed: int = 0
+    hang_seconds: float = 120.0
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
@@ -77,5 +81,7 @@ class EngineConfig:
             raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, found {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"device must be auto, cpu or cuda, found {self.device!r}")
+        if not self.hang_seconds > 0:
+            raise ConfigError(f"hang_seconds must be positive, found {self.hang_seconds}")
         if self.memory_gib <= 0:
             raise ConfigError(f"memory_gib must be positive, found {self.memory_gib}")

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineDeadError, EyasError
+from engine.errors import EngineDeadError, EyasError, StepError
 from engine.messages import (
     Abort,
     Add,
@@ -23,8 +23,11 @@ from engine.messages import (
     Refused,
     Shutdown,
 )
+from engine.request import Request
 
 logger = logging.getLogger(__name__)
+
+ADD_FAILED = "the engine could not take this request; its log has the reason"
 
 
 class Core:
@@ -33,14 +36,14 @@ class Core:
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine
         self._connection = connection
+        self._num_added = 0
 
     def run(self) -> None:
         """Serve until told to shut down; a closed connection says so too."""
         try:
             while self._receive():
-                deltas = self._engine.step() if self._engine.has_work else ()
-                if deltas:
-                    self._send(Deltas(deltas))
+                if self._engine.has_work:
+                    self._send(Deltas(self._engine.step(), self._num_added))
         except (EOFError, ConnectionError):
             logger.info("engine core stops reason=client_gone")
 
@@ -58,14 +61,24 @@ class Core:
     def _act(self, message: Add | Abort | AskStats) -> None:
         match message:
             case Add(request):
-                try:
-                    self._engine.add(request)
-                except EyasError as error:
-                    self._send(Refused(request.request_id, error))
-            case Abort(request_id):
-                self._engine.abort(request_id)
+                self._num_added += 1
+                self._add(request)
+            case Abort(request_id, is_finished):
+                self._engine.abort(request_id, is_finished)
             case AskStats():
                 self._send(self._engine.stats())
+
+    def _add(self, request: Request) -> None:
+        error: Exception
+        try:
+            self._engine.add(request)
+            return
+        except EyasError as refusal:
+            error = refusal
+        except Exception:  # the edge of one request: the others must not pay for it
+            logger.exception("request refused request_id=%s", request.request_id)
+            error = StepError(ADD_FAILED)
+        self._send(Refused(request.request_id, error, self._num_added))
 
     def _send(self, message: CoreMessage) -> None:
         self._connection.send(message)

@@ -15,6 +15,7 @@ class Counters:
 
     num_steps: int = 0
     num_calls: int = 0
+    num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_prompt_tokens: int = 0
@@ -32,6 +33,7 @@ class Counters:
         self.num_steps += 1
         self.step_seconds += stats.seconds
         for row in stats.rows:
+            self.num_drafts += row.topology.num_drafts > 0
             self.num_drafted += row.topology.num_drafts
             self.steps_by_tree[row.topology.name] += 1
         for delta in deltas:
@@ -41,10 +43,18 @@ class Counters:
             for depth in range(delta.num_accepted_in_step):
                 self.accepted_by_depth[depth] += 1
             if delta.finish_reason is not None:
-                is_failed = delta.finish_reason is FinishReason.ERROR
-                self.num_failed += is_failed
-                self.num_finished += not is_failed
-                self.num_prefix_hit_tokens += delta.num_prefix_hits
+                self.count_end(delta.finish_reason, delta.num_prefix_hits)
+
+    def count_end(self, reason: FinishReason, num_prefix_hits: int) -> None:
+        """Count the end of one sequence."""
+        match reason:
+            case FinishReason.ABORT:
+                self.num_aborted += 1
+            case FinishReason.ERROR:
+                self.num_failed += 1
+            case _:
+                self.num_finished += 1
+        self.num_prefix_hit_tokens += num_prefix_hits
 
     def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
         """Return the totals beside the gauges of now."""
@@ -57,6 +67,7 @@ class Counters:
             num_cached_blocks=blocks.num_cached,
             num_steps=self.num_steps,
             num_calls=self.num_calls,
+            num_drafts=self.num_drafts,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_prompt_tokens=self.num_prompt_tokens,

@@ -12,10 +12,10 @@ from engine.batch import Load, RowStats, SequenceDelta, StepPlan, StepStats
 from engine.config import EngineConfig
 from engine.counters import Counters
 from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
-from engine.errors import RequestError
+from engine.errors import AdmissionError, RequestError
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
-from engine.request import Request, Sequence
+from engine.request import MAX_STOP_TOKENS, FinishReason, Request, SamplingParams, Sequence
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
 from engine.runner.worker import build_worker
@@ -68,9 +68,19 @@ class Engine:
         """Build an engine from what `config` names. Raises `ModelLoadError` or `ConfigError`."""
         worker = build_worker(config)
         engine = assemble_engine(config, worker.runner, worker.library, worker.facts)
+        engine.prepare()
         facts = dataclasses.asdict(engine.facts)
         logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
         return engine
+
+    def prepare(self) -> None:
+        """Capture the steps that the dispatcher can ask for, and plain decoding, which any request may ask
+        for. Does nothing on a device that captures none.
+        """
+        max_rows = self.facts.max_num_seqs
+        off = (self._scheduler.root_only, range(1, max_rows + 1))
+        for topology, num_rows in (*self._dispatcher.reachable(max_rows), off):
+            self._runner.capture(topology, num_rows)
 
     @property
     def has_work(self) -> bool:
@@ -84,6 +94,7 @@ class Engine:
         self._check_token_ids(request.prompt_token_ids, "prompt")
         self._check_token_ids(request.sampling.stop_token_ids, "stop_token_ids")
         self._check_token_ids([token_id for token_id, _ in request.sampling.logit_bias], "logit_bias")
+        self._check_stops(request.sampling)
         seed = request.sampling.seed
         if seed is None:
             seed = _signed64(self._seed + self._num_arrived * _GOLDEN)
@@ -91,22 +102,25 @@ class Engine:
         self._num_arrived += 1
         self._counters.num_prompt_tokens += len(request.prompt_token_ids)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now, its blocks free at once; False where it is unknown or has ended."""
-        is_aborted = self._scheduler.abort(request_id) is not None
-        self._counters.num_aborted += is_aborted
-        return is_aborted
+    def abort(self, request_id: str, is_finished: bool = False) -> bool:
+        """End a request now, its blocks free at once; False where it is unknown or has ended.
+
+        `is_finished` says that its answer is whole, as after a stop string: it counts as finished.
+        """
+        reason = FinishReason.STOP if is_finished else FinishReason.ABORT
+        sequence = self._scheduler.abort(request_id, reason)
+        if sequence is not None:
+            self._counters.count_end(reason, sequence.num_prefix_hits)
+        return sequence is not None
 
     def step(self) -> tuple[SequenceDelta, ...]:
         """Launch one step if anything can run, then return what the step before it gave."""
-        load = self._scheduler.load()
+        load = self._scheduler.next_load()
         plan = self._scheduler.schedule(self._dispatcher.choose(load))
-        launched = None
-        if plan is not None:
-            launched = _InFlight(self._runner.launch(plan), plan, load)
+        launched, failed = (None, []) if plan is None else self._launch(plan, load)
         deltas = () if self._in_flight is None else self._collect(self._in_flight)
         self._in_flight = launched
-        return deltas
+        return (*failed, *deltas)
 
     def stats(self) -> EngineStats:
         """Return counters since the start and gauges now."""
@@ -116,12 +130,38 @@ class Engine:
 
     def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:
         """Refuse ids that the model lacks: on the device they would end the step of every request."""
+        if not set(map(type, token_ids)) <= {int}:
+            raise RequestError(f"{parameter} token ids must be integers", parameter)
         for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id < self.facts.vocab_size:
                 raise RequestError(
                     f"{parameter} token ids must lie in 0..{self.facts.vocab_size - 1}, found {token_id}",
                     parameter,
                 )
+
+    def _check_stops(self, sampling: SamplingParams) -> None:
+        """Refuse more stop tokens to hold back than a row of the device holds: the model's count as well."""
+        eos = () if sampling.ignore_eos else self.facts.eos_token_ids
+        num_stops = len({*sampling.stop_token_ids, *eos})
+        if sampling.min_tokens and num_stops > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"min_tokens takes at most {MAX_STOP_TOKENS} stop tokens, found {num_stops} with the model's"
+                f" own {len(eos)}: leave out min_tokens or some of stop_token_ids",
+                "stop_token_ids",
+            )
+
+    def _launch(self, plan: StepPlan, load: Load) -> tuple[_InFlight | None, list[SequenceDelta]]:
+        """Launch a step without the sequences that cannot take their slots, and return how those end."""
+        failed: list[SequenceDelta] = []
+        while not plan.is_empty:
+            try:
+                return _InFlight(self._runner.launch(plan), plan, load), failed
+            except AdmissionError as error:
+                plan, delta = self._scheduler.refuse_admission(plan, error.slot)
+                logger.exception("admission failed request_id=%s", delta.request_id)
+                self._counters.count_end(FinishReason.ERROR, delta.num_prefix_hits)
+                failed.append(delta)
+        return None, failed
 
     def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
         result = flight.handle.collect()

@@ -36,8 +36,16 @@ class StepError(EyasError):
     """One decode step failed for the requests it names (for instance non-finite logits)."""
 
 
+class AdmissionError(EyasError):
+    """A sequence could not take its slot: nothing of its step has run, and it fails alone."""
+
+    def __init__(self, slot: int) -> None:
+        super().__init__(f"the state of slot {slot} could not be set")
+        self.slot = slot
+
+
 class EngineDeadError(EyasError):
-    """The engine core process is gone; its requests have failed and the replica must be replaced."""
+    """The engine core process is gone, and its requests have failed, or hangs: replace the replica."""
 
 
 class TrainingError(EyasError):

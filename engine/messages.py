@@ -19,9 +19,12 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Client: end a request. Not answered; deltas may still be on their way."""
+    """Client: end a request. Not answered; deltas may still be on their way. `is_finished` says that its
+    answer is whole, as after a stop string, which is not for the core to know.
+    """
 
     request_id: str
+    is_finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +53,23 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Core: a request was not queued."""
+    """Core: a request was not queued. For `num_added` see `Deltas`."""
 
     request_id: str
     error: Exception
+    num_added: int
 
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """Core: what one step gave, all rows in one message."""
+    """Core, after every step: what it gave, all rows in one message; none is a sign of life.
+
+    `num_added` counts the `Add`s that the core had read. A delta belongs to the last request of its name
+    among those, never to one added later.
+    """
 
     deltas: tuple[SequenceDelta, ...]
+    num_added: int
 
 
 ClientMessage = Add | Abort | AskStats | Shutdown

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionLayout
 from engine.attention.registry import create_backend
+from engine.layers.rotary import Angles, rotate_qkv
 from engine.model.config import ModelConfig
 from engine.runner.worker import load_target
 
@@ -37,10 +38,12 @@ class NearTies:
         window = torch.zeros(1, size, dtype=torch.int64)
         causal = torch.ones(1, size, size, dtype=torch.bool).tril()
         layout = AttentionLayout(torch.zeros(1, 0, dtype=torch.int64), window, window, causal)
+        num_kv_heads = self._target.config.num_kv_heads
         attend_pages = self._backend.bind(layout, 1)
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
             del layer_idx  # nothing is cached, so every layer attends alike
+            q, k, v = rotate_qkv(qkv, angles, num_kv_heads)
             return attend_pages(q[None], k[None], v[None], self._no_pages, self._no_pages)[0]
 
         output = self._target(torch.tensor(tokens), torch.arange(size), attend)

@@ -4,7 +4,6 @@ Text is not known here: stop strings and detokenizing belong to the process that
 """
 
 import enum
-import math
 from dataclasses import dataclass, field
 
 from engine.errors import RequestError
@@ -38,6 +37,8 @@ class SamplingParams:
     speculation: str = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "max_tokens", "min_tokens"):
+            _require_integer(name, getattr(self, name))
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
         _require("top_k", self.top_k, 0 <= self.top_k <= MAX_COUNT, f"0 (off) to {MAX_COUNT}")
         _require("top_p", self.top_p, 1e-6 <= self.top_p <= 1.0, "in (0, 1], at least 1e-6")
@@ -56,6 +57,7 @@ class SamplingParams:
         most = min(self.max_tokens, MAX_COUNT)
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"0 to {most}")
         if self.seed is not None:
+            _require_integer("seed", self.seed)
             _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")
         num_biases, num_stops = len(self.logit_bias), len(self.stop_token_ids)
         _require(
@@ -89,8 +91,13 @@ class SamplingParams:
 
 def _require(name: str, value: float, is_valid: bool, expected: str) -> None:
     # NaN fails every comparison, so a NaN arrives here with is_valid False.
-    if not is_valid or not math.isfinite(value):
+    if not is_valid:
         raise RequestError(f"{name} must be {expected}, found {value}", name)
+
+
+def _require_integer(name: str, value: object) -> None:
+    if not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, found {value!r}", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,7 @@ class Request:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        _require_integer("priority", self.priority)
         if not self.prompt_token_ids:
             raise RequestError("the prompt is empty: send at least one token", "prompt")
 

@@ -2,12 +2,51 @@
 `sampling`.
 """
 
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.request import SamplingParams
 from engine.tree.topology import TreeTopology
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """The sizes that the tensors of a step follow from: nodes, the width of each level below the root, and
+    the largest sibling rank.
+    """
+
+    num_nodes: int
+    widths: tuple[int, ...]
+    max_rank: int
+
+    @staticmethod
+    def of(topologies: Iterable[TreeTopology]) -> "TreeShape":
+        """Return the smallest shape that covers every one of `topologies`."""
+        trees = set(topologies)
+        levels = itertools.zip_longest(*(tree.levels[1:] for tree in trees), fillvalue=())
+        return TreeShape(
+            num_nodes=max(tree.num_nodes for tree in trees),
+            widths=tuple(max(map(len, level)) for level in levels),
+            max_rank=max(tree.max_rank for tree in trees),
+        )
+
+    @property
+    def depth(self) -> int:
+        return len(self.widths)
+
+    def covers(self, other: "TreeShape") -> bool:
+        """Return whether trees of shape `other` fit into tensors of this shape."""
+        return (
+            self.num_nodes >= other.num_nodes
+            and self.depth >= other.depth
+            and self.max_rank >= other.max_rank
+            and all(mine >= theirs for mine, theirs in zip(self.widths, other.widths, strict=False))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +79,11 @@ class TreeTensors:
     def depth(self) -> int:
         return len(self.level_nodes)
 
+    @property
+    def shape(self) -> TreeShape:
+        widths = tuple(nodes.shape[1] for nodes in self.level_nodes)
+        return TreeShape(self.num_nodes, widths, self.max_rank)
+
     def ancestor_mask(self) -> Tensor:
         """Return [B, N, N] bool: may node i (dim 1) attend to node j (dim 2)?"""
         bit = torch.arange(self.num_nodes, device=self.ancestor_bits.device)
@@ -48,10 +92,17 @@ class TreeTensors:
     @staticmethod
     def build(topologies: tuple[TreeTopology, ...], num_nodes: int, device: torch.device) -> "TreeTensors":
         """Build the node table of `topologies`, one per row, padded to `num_nodes`."""
-        assert all(t.num_nodes <= num_nodes for t in topologies), (num_nodes, [t.name for t in topologies])
+        shape = dataclasses.replace(TreeShape.of(topologies), num_nodes=num_nodes)
+        return TreeTensors.padded(topologies, shape, device)
+
+    @staticmethod
+    def padded(topologies: tuple[TreeTopology, ...], shape: TreeShape, device: torch.device) -> "TreeTensors":
+        """Build the node table of `topologies`, one per row, padded to `shape`, which covers them all."""
+        assert shape.covers(TreeShape.of(topologies)), (shape, [t.name for t in topologies])
+        num_nodes = shape.num_nodes
 
         def table(rows: list[list[int]]) -> Tensor:
-            return torch.tensor(rows, dtype=torch.int64, device=device)
+            return upload([value for row in rows for value in row], torch.int64, device).view(len(rows), -1)
 
         pads = [num_nodes - t.num_nodes for t in topologies]
         bits = [
@@ -60,9 +111,8 @@ class TreeTensors:
             for t in topologies
         ]
         levels = []
-        for depth in range(1, max(t.depth for t in topologies) + 1):
+        for depth, width in enumerate(shape.widths, start=1):
             nodes = [list(t.levels[depth]) if depth <= t.depth else [] for t in topologies]
-            width = max(len(row) for row in nodes)
             levels.append(table([row + [num_nodes] * (width - len(row)) for row in nodes]))
         return TreeTensors(
             parents=table([[0, *t.parents[1:]] + [0] * pad for t, pad in zip(topologies, pads, strict=True)]),
@@ -71,8 +121,27 @@ class TreeTensors:
             ancestor_bits=table(bits),
             is_node=torch.arange(num_nodes, device=device) < table([[t.num_nodes] for t in topologies]),
             level_nodes=tuple(levels),
-            max_rank=max(t.max_rank for t in topologies),
+            max_rank=shape.max_rank,
         )
+
+    def copy_(self, other: "TreeTensors") -> None:
+        """Take over the node table of `other`, which has the same shape."""
+        for mine, theirs in zip(self.tables, other.tables, strict=True):
+            mine.copy_(theirs)
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """Every tensor of the node table."""
+        tables = (self.parents, self.depths, self.ranks, self.ancestor_bits, self.is_node)
+        return tables + self.level_nodes
+
+
+def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return `values` as a tensor on `device`, without making the host wait for it."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    # Only a copy from pinned memory is asynchronous; its allocator keeps the memory until the copy is done.
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _signed(bits: int) -> int:
@@ -91,6 +160,36 @@ class DraftOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """What some row of a batch needs: host facts. Where one is False, the step does no such work."""
+
+    is_sampled: bool = False
+    is_truncated: bool = False
+    is_penalized: bool = False
+    is_biased: bool = False
+    has_min_tokens: bool = False
+
+    @staticmethod
+    def of(params: SamplingParams) -> "SamplingFlags":
+        return SamplingFlags(
+            is_sampled=not params.is_greedy,
+            is_truncated=params.is_truncated and not params.is_greedy,
+            is_penalized=params.is_penalized,
+            is_biased=bool(params.logit_bias),
+            has_min_tokens=params.min_tokens > 0,
+        )
+
+    def __or__(self, other: "SamplingFlags") -> "SamplingFlags":
+        return SamplingFlags(
+            is_sampled=self.is_sampled or other.is_sampled,
+            is_truncated=self.is_truncated or other.is_truncated,
+            is_penalized=self.is_penalized or other.is_penalized,
+            is_biased=self.is_biased or other.is_biased,
+            has_min_tokens=self.has_min_tokens or other.has_min_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """How each of B rows draws its tokens, as device data.
 
@@ -99,7 +198,7 @@ class SamplingTensors:
     bias_values: [B, K] float32, padded with token 0 and bias 0. prompt_mask: [B, V] bool (tokens of the
     prompt), output_counts: [B, V] int32 (emitted so far); both are [B, 0] unless `is_penalized`.
     stop_token_ids: [B, S] int64 padded with -1, which may not be drawn at a position before stop_from: [B]
-    int64. The flags are host facts about the whole batch; where one is False the step does no such work.
+    int64. The flags are those of `SamplingFlags`.
     """
 
     temperature: Tensor

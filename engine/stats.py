@@ -38,9 +38,10 @@ class EngineStats:
     num_calls counts (sequence, verification) pairs, so num_output_tokens / num_calls is the acceptance length
     (tokens per call), which counts the bonus or residual token; num_accepted counts kept drafts only.
     `accepted_by_depth[d]` counts kept drafts at depth d + 1; `steps_by_tree` counts decode rows by topology
-    name, a row once per step. num_drafted and steps_by_tree include the last step in flight of a sequence
-    that turned out to have ended. num_finished leaves out aborted and failed sequences. step_seconds is
-    device time.
+    name, a row once per step. num_drafts counts (sequence, step) pairs that drafted, num_drafted their draft
+    tokens; these and steps_by_tree include the last step in flight of a sequence that turned out to have
+    ended. num_finished leaves out aborted and failed sequences, but holds those ended by a stop string.
+    step_seconds is device time.
     """
 
     num_running: int
@@ -50,6 +51,7 @@ class EngineStats:
     num_cached_blocks: int
     num_steps: int
     num_calls: int
+    num_drafts: int
     num_drafted: int
     num_accepted: int
     num_prompt_tokens: int

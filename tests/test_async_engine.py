@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import aclosing
@@ -12,12 +14,14 @@ from multiprocessing.connection import Connection
 import pytest
 import pytest_asyncio
 
-import engine.async_engine
 import engine.core
+import engine.core_link
 from engine.async_engine import AsyncEngine
+from engine.batch import SequenceDelta
 from engine.config import SpeculationConfig
+from engine.core_link import CoreLink
 from engine.errors import CapacityError, ConfigError, EngineDeadError, ModelLoadError, RequestError
-from engine.messages import Add, Failed, Ready
+from engine.messages import Abort, Add, AskStats, Deltas, Failed, Ready, Refused
 from engine.request import FinishReason
 from tests.exactness.folder import engine_config, write_draft, write_target
 from tests.exactness.tiny import VOCAB, EngineShape, build_engine, build_target, prompts, request_of, run
@@ -165,11 +169,11 @@ async def test_a_killed_core_fails_every_stream_and_the_health_check(doomed):
     while not (await doomed.stats()).num_running:
         await asyncio.sleep(0)
     doomed.check_health()
-    os.kill(doomed._process.pid, signal.SIGSTOP)
+    os.kill(doomed._link.process.pid, signal.SIGSTOP)
     await asyncio.sleep(0.05)
     asked = asyncio.create_task(doomed.stats())
     await asyncio.sleep(0.05)
-    os.kill(doomed._process.pid, signal.SIGKILL)
+    os.kill(doomed._link.process.pid, signal.SIGKILL)
     for answer in await asyncio.gather(asked, *streams, return_exceptions=True):
         assert isinstance(answer, EngineDeadError)
     with pytest.raises(EngineDeadError, match="gone"):
@@ -187,7 +191,7 @@ async def test_a_shutdown_fails_open_streams_and_is_safe_twice(doomed):
     await doomed.shutdown()
     with pytest.raises(EngineDeadError):
         await stream
-    assert doomed._process.returncode == 0
+    assert doomed._link.process.returncode == 0
     await doomed.shutdown()
     with pytest.raises(EngineDeadError):
         await collect(doomed, long_request())
@@ -197,9 +201,9 @@ async def test_a_core_whose_client_is_gone_ends(doomed):
     stream = asyncio.create_task(collect(doomed, long_request()))
     while not (await doomed.stats()).num_running:
         await asyncio.sleep(0)
-    with socket.socket(fileno=os.dup(doomed._connection.fileno())) as ours:
+    with socket.socket(fileno=os.dup(doomed._link._connection.fileno())) as ours:
         ours.shutdown(socket.SHUT_RDWR)
-    assert await asyncio.to_thread(doomed._process.wait, 10) == 0
+    assert await asyncio.to_thread(doomed._link.process.wait, 10) == 0
     with pytest.raises(EngineDeadError):
         await stream
 
@@ -227,13 +231,13 @@ async def test_a_core_that_dies_without_a_word_is_an_error_with_its_status(folde
 
 async def test_a_cancelled_start_leaves_no_process(folders, monkeypatch):
     processes = []
-    spawn = engine.async_engine._spawn
+    spawn = engine.core_link._spawn
 
     def watch(core_end):
         processes.append(spawn(core_end))
         return processes[-1]
 
-    monkeypatch.setattr(engine.async_engine, "_spawn", watch)
+    monkeypatch.setattr(engine.core_link, "_spawn", watch)
     task = asyncio.create_task(AsyncEngine.start(engine_config(folders[0])))
     await asyncio.sleep(0.1)
     task.cancel()
@@ -276,6 +280,188 @@ async def test_an_unforeseen_error_of_a_step_is_the_last_word_of_the_core(monkey
     assert "engine core died" in caplog.text
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def stoppable(folders):
+    """Return a core that hangs after a second of silence, to be stopped and continued."""
+    engine = await AsyncEngine.start(engine_config(folders[0], hang_seconds=1.0, num_blocks=200))
+    yield engine
+    os.kill(engine._link.process.pid, signal.SIGCONT)
+    await engine.shutdown()
+
+
+def is_healthy(engine):
+    try:
+        engine.check_health()
+    except EngineDeadError as error:
+        return "hangs" not in str(error)
+    return True
+
+
+async def wait_for_health(engine, expected):
+    async with asyncio.timeout(20):
+        while is_healthy(engine) != expected:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_a_stopped_core_is_unhealthy_until_it_goes_on(stoppable, is_busy):
+    stream = asyncio.create_task(collect(stoppable, long_request())) if is_busy else None
+    while is_busy and not (await stoppable.stats()).num_running:
+        await asyncio.sleep(0)
+    os.kill(stoppable._link.process.pid, signal.SIGSTOP)
+    assert is_healthy(stoppable), "a second has not passed"
+    await wait_for_health(stoppable, expected=False)
+    with pytest.raises(EngineDeadError, match="hangs"):
+        await collect(stoppable, long_request("late"))
+    os.kill(stoppable._link.process.pid, signal.SIGCONT)
+    await wait_for_health(stoppable, expected=True)
+    assert len((await collect(stoppable, request_of("after", (7,), 1, max_tokens=3)))[0]) == 3
+    if stream is not None:
+        assert len((await stream)[0]) == 250
+
+
+async def test_silence_of_an_idle_core_or_an_unread_answer_is_no_hang(stoppable):
+    async with aclosing(stoppable.generate(long_request())) as deltas:
+        await anext(deltas)
+        while (await stoppable.stats()).num_running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.2)
+        assert is_healthy(stoppable), "its end is in the queue, so the core owes nothing"
+        assert sum([len(delta.token_ids) async for delta in deltas]) > 0
+    await asyncio.sleep(1.2)
+    assert is_healthy(stoppable)
+
+
+async def test_readers_of_stats_share_one_question_and_are_told_when_no_answer_comes(stoppable, monkeypatch):
+    sent = []
+    send = stoppable._link.send
+    monkeypatch.setattr(stoppable._link, "send", lambda message: (sent.append(message), send(message)))
+    os.kill(stoppable._link.process.pid, signal.SIGSTOP)
+    asked = [asyncio.create_task(stoppable.stats()) for _ in range(100)]
+    answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+    assert all(isinstance(answer, EngineDeadError) and "hangs" in str(answer) for answer in answers)
+    with pytest.raises(EngineDeadError, match="hangs"):
+        await stoppable.stats()
+    assert sent == [AskStats()]
+    os.kill(stoppable._link.process.pid, signal.SIGCONT)
+    await wait_for_health(stoppable, expected=True)
+    first, second = await asyncio.gather(stoppable.stats(), stoppable.stats())
+    assert first == second
+
+
+async def test_a_core_that_does_not_read_stops_nobody_and_loses_nothing(stoppable):
+    os.kill(stoppable._link.process.pid, signal.SIGSTOP)
+    before = asyncio.get_running_loop().time()
+    # More than the socket holds.
+    asked = [request_of(f"r{idx}", tuple(range(10, 90)) * 3, 1, max_tokens=1) for idx in range(600)]
+    streams = [asyncio.create_task(collect(stoppable, request)) for request in asked]
+    while len(stoppable._streams) < len(asked):
+        await asyncio.sleep(0)
+    assert asyncio.get_running_loop().time() - before < 1.0
+    assert stoppable._link._outbox.qsize() > 0, "the socket is full"
+    os.kill(stoppable._link.process.pid, signal.SIGCONT)
+    answers = await asyncio.gather(*streams)
+    assert len({tokens for tokens, _ in answers}) == 1
+    assert (await settle(stoppable)).num_held_blocks == 0
+
+
+async def test_an_answer_that_its_client_finished_counts_as_finished(served):
+    before = await served.stats()
+    tokens = []
+    async with aclosing(served.generate(long_request("cut"))) as deltas:
+        async for delta in deltas:
+            tokens += delta.token_ids
+            served.finish("cut")
+            served.finish("cut")
+    after = await settle(served)
+    assert 0 < len(tokens) < 250
+    assert after.num_finished == before.num_finished + 1
+    assert after.num_aborted == before.num_aborted
+    assert after.num_held_blocks == 0
+    served.finish("nobody")
+    served.check_health()
+
+
+async def test_a_name_may_be_used_again_at_once(served):
+    target = build_target()
+    for idx in range(30):
+        async with aclosing(served.generate(long_request("again"))) as deltas:
+            await anext(deltas)
+        asked = request_of("again", (20 + idx, 7), 1, max_tokens=5)
+        tokens, _ = await collect(served, asked)
+        assert tokens == run(build_engine(target, None, EngineShape()), [asked])["again"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def spoken():
+    """Return a client and the core's end of its connection, for a core that says what the test says."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["sleep", "1000"])
+    engine = AsyncEngine(CoreLink(process, Connection(ours.detach()), facts=None), hang_seconds=100.0)
+    with Connection(theirs.detach()) as core:
+        yield engine, core
+    process.kill()
+    await engine.shutdown()
+
+
+def delta_of(name, *token_ids, reason=None):
+    return SequenceDelta(name, token_ids, 0, reason, 1, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        Deltas((delta_of("r", 1), delta_of("other", 2)), num_added=1),
+        Deltas((delta_of("r", 1, reason=FinishReason.STOP),), num_added=1),
+        Refused("r", CapacityError("the first was refused"), num_added=1),
+    ],
+)
+async def test_news_of_an_aborted_request_never_reach_its_namesake(spoken, late):
+    engine, core = spoken
+    first = asyncio.create_task(collect(engine, long_request("r")))
+    assert isinstance(await asyncio.to_thread(core.recv), Add)
+    first.cancel()
+    assert await asyncio.to_thread(core.recv) == Abort("r")
+    second = asyncio.create_task(collect(engine, long_request("r")))
+    assert isinstance(await asyncio.to_thread(core.recv), Add)
+    core.send(late)
+    core.send(Deltas((delta_of("r", 8, 9, reason=FinishReason.STOP),), num_added=2))
+    assert await second == ((8, 9), FinishReason.STOP)
+
+
+class BrokenPickle:
+    """Raises where it is read."""
+
+    def __reduce__(self):
+        return exec, ("raise RuntimeError('no such class')",)
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (b"no pickle", "UnpicklingError"),
+        (pickle.dumps(BrokenPickle()), "no such class"),
+        (pickle.dumps("a word"), "TypeError: the core sent a str"),
+        (pickle.dumps(Failed(EngineDeadError("ZeroDivisionError: in a step"))), "ZeroDivisionError"),
+    ],
+)
+async def test_a_core_that_is_not_understood_fails_all_and_its_log_says_why(spoken, caplog, said, cause):
+    engine, core = spoken
+    stream = asyncio.create_task(collect(engine, long_request()))
+    asked = asyncio.create_task(engine.stats())
+    await asyncio.to_thread(core.recv)
+    core.send_bytes(said)
+    if b"Failed" in said:
+        core.close()
+    for answer in await asyncio.wait_for(asyncio.gather(stream, asked, return_exceptions=True), 10):
+        assert isinstance(answer, EngineDeadError)
+        assert str(answer) == "the engine core is gone: send the request again"
+    assert cause in caplog.text
+    with pytest.raises(EngineDeadError, match="gone"):
+        engine.check_health()
+    assert b"Failed" in said or await asyncio.to_thread(engine._link.process.wait, 10) == -signal.SIGKILL
+
+
 async def left_behind(config):
     engine = await AsyncEngine.start(config)
     await collect(engine, request_of("r0", (7,), 1, max_tokens=2))
@@ -285,12 +471,14 @@ async def left_behind(config):
 def close_loop_first(config):
     """Close the event loop of a live engine, let its core speak once more, and end it."""
     engine = asyncio.run(left_behind(config))
-    engine._connection.send(Add(long_request()))
-    engine._reader.join(10)
-    assert not engine._reader.is_alive(), "the reader ends when nobody listens"
-    engine._process.kill()
-    engine._process.wait()
-    engine._connection.close()
+    link = engine._link
+    link.send(Add(long_request()))
+    for thread in link._threads:
+        thread.join(10)
+        assert not thread.is_alive(), "no thread goes on when nobody listens"
+    link.process.kill()
+    link.process.wait()
+    link._connection.close()
 
 
 async def test_a_loop_that_closes_first_ends_the_reader_quietly(folders):

@@ -1,5 +1,6 @@
 """The engine's own duties: refusing, aborting, counting, and loading what a config names."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -8,7 +9,8 @@ from engine.config import SpeculationConfig
 from engine.draft.loader import WEIGHTS
 from engine.engine import Engine
 from engine.errors import CapacityError, ConfigError, DraftMismatchError, ModelLoadError, RequestError
-from engine.request import FinishReason, SamplingParams
+from engine.request import FinishReason, Request, SamplingParams
+from engine.runner.slot_state import SlotState
 from tests.exactness.folder import engine_config, write_draft, write_target
 from tests.exactness.oracle import FIRST, AdversarialDrafter, OracleDrafter
 from tests.exactness.tiny import EOS, VOCAB, EngineShape, build_engine, build_target, prompts, request_of, run
@@ -90,6 +92,10 @@ def test_a_tree_that_does_not_exist_stops_the_start(folders, speculation):
         ((7,), {"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),
         ((7,), {"stop_token_ids": (VOCAB,), "min_tokens": 2}, "stop_token_ids"),
         ((7,), {"stop_token_ids": (3, -1)}, "stop_token_ids"),
+        ((7, 8.0), {}, "prompt"),
+        ((7, "8"), {}, "prompt"),
+        ((7,), {"stop_token_ids": (8.5,)}, "stop_token_ids"),
+        ((7,), {"logit_bias": ((8.5, 1.0),)}, "logit_bias"),
         ((7,), {"speculation": "tree-7"}, "speculation"),
         ((7,) * 100, {"max_tokens": 100}, "max_tokens"),
     ],
@@ -109,6 +115,90 @@ def test_counts_that_no_device_integer_holds_are_refused(field):
     with pytest.raises(RequestError) as refusal:
         SamplingParams(**{"max_tokens": 2**63, field: 2**63})
     assert refusal.value.parameter == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_k", 2.0), ("max_tokens", float("inf")), ("max_tokens", 16.5), ("min_tokens", 1.5), ("seed", 0.5)],
+)
+def test_what_no_device_integer_is_made_of_is_refused(field, value):
+    with pytest.raises(RequestError, match="integer") as refusal:
+        SamplingParams(**{field: value})
+    assert refusal.value.parameter == field
+
+
+def test_a_priority_that_cannot_be_ordered_is_refused():
+    with pytest.raises(RequestError, match="integer") as refusal:
+        Request("r", (7,), SamplingParams(), priority=float("nan"))
+    assert refusal.value.parameter == "priority"
+
+
+@pytest.mark.parametrize(
+    ("num_eos", "num_stops", "sampling", "is_refused"),
+    [
+        (8, 56, {"min_tokens": 2, "ignore_eos": False}, False),
+        (9, 56, {"min_tokens": 2, "ignore_eos": False}, True),
+        (9, 56, {"min_tokens": 2}, False),
+        (9, 56, {"ignore_eos": False}, False),
+        (80, 0, {"min_tokens": 2, "ignore_eos": False}, True),
+    ],
+)
+def test_more_stops_to_hold_back_than_a_row_holds_are_refused(num_eos, num_stops, sampling, is_refused):
+    engine = build_engine(TARGET, None, EngineShape())
+    eos = tuple(range(VOCAB - num_eos, VOCAB))
+    engine.facts = dataclasses.replace(engine.facts, eos_token_ids=eos)
+    engine._runner._eos_token_ids = eos
+    asked = request_of("r", (7,), 1, max_tokens=5, stop_token_ids=tuple(range(num_stops)), **sampling)
+    if is_refused:
+        with pytest.raises(RequestError, match=f"at most 64 stop tokens, found {num_eos + num_stops}"):
+            engine.add(asked)
+        assert not engine.has_work
+    else:
+        assert len(run(engine, [asked])["r"]) <= 5
+
+
+def failing_admissions(monkeypatch, seeds):
+    """Let the admissions of these seeds raise half-way, as a bug in one of their fields would."""
+    admit = SlotState._admit_vocabulary
+
+    def admit_or_raise(self, admission, eos_token_ids):
+        if admission.seed in seeds:
+            raise IndexError("the tensor is too small")
+        admit(self, admission, eos_token_ids)
+
+    monkeypatch.setattr(SlotState, "_admit_vocabulary", admit_or_raise)
+
+
+@pytest.mark.parametrize("mode", ["off", "chain-3"])
+@pytest.mark.parametrize("failing", [{100}, {102}, {101, 103}, {100, 101, 102, 103, 104}])
+def test_an_admission_that_raises_fails_its_request_alone(monkeypatch, caplog, mode, failing):
+    asked = asked_of(5)
+    expected = plain(asked)
+    texts = {r.sampling.seed: (*r.prompt_token_ids, *expected[r.request_id]) for r in asked}
+    failing_admissions(monkeypatch, failing)
+    shape = EngineShape(mode=mode, max_num_seqs=2, num_blocks=60)
+    engine = build_engine(TARGET, OracleDrafter(texts, FIRST), shape)
+    for request in asked:
+        engine.add(request)
+    outputs, ends = {r.request_id: [] for r in asked}, {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.request_id not in ends
+            outputs[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                ends[delta.request_id] = delta
+    for request in asked:
+        name = request.request_id
+        has_failed = request.sampling.seed in failing
+        assert ends[name].finish_reason is (FinishReason.ERROR if has_failed else FinishReason.LENGTH)
+        assert (ends[name].message == "the engine could not start this request") == has_failed
+        assert tuple(outputs[name]) == (() if has_failed else expected[name])
+    stats = engine.stats()
+    assert (stats.num_failed, stats.num_finished) == (len(failing), 5 - len(failing))
+    assert stats.num_held_blocks == 0
+    assert caplog.text.count("admission failed") == len(failing)
+    monkeypatch.undo()
+    assert run(engine, asked) == expected, "every slot is good again"
 
 
 def test_the_largest_counts_are_served():
@@ -184,7 +274,49 @@ def test_the_counters_add_up():
     assert sum(delta.num_calls for delta in last.values()) == stats.num_calls
     assert sum(delta.num_accepted for delta in last.values()) == stats.num_accepted
     assert stats.num_drafted >= sum(delta.num_drafted for delta in last.values())
+    assert stats.num_drafted == 3 * stats.num_drafts
+    assert stats.num_drafts == dict(stats.steps_by_tree)["chain-3"] >= stats.num_calls
     assert (stats.num_finished, stats.num_running, stats.num_waiting) == (4, 0, 0)
+
+
+@pytest.mark.parametrize(("num_requests", "tree"), [(1, "tree-8"), (3, "chain-2"), (6, "off")])
+def test_a_burst_on_an_idle_engine_gets_the_tree_of_its_size(num_requests, tree):
+    asked = asked_of(num_requests)
+    texts = {r.sampling.seed: (*r.prompt_token_ids, *plain(asked)[r.request_id]) for r in asked}
+    shape = EngineShape(mode="auto", table=((1, "tree-8"), (4, "chain-2")))
+    engine = build_engine(TARGET, OracleDrafter(texts, FIRST), shape)
+    for request in asked:
+        engine.add(request)
+    engine.step()
+    engine.step()
+    assert set(dict(engine.stats().steps_by_tree)) == {tree}
+
+
+def test_plain_rows_draft_nothing():
+    asked = [request_of("off", (10, 11), 100, speculation="off"), request_of("tree", (10, 11), 100)]
+    text = (10, 11, *plain(asked[:1])["off"])
+    engine = build_engine(TARGET, OracleDrafter({100: text}, FIRST), EngineShape(mode="chain-3"))
+    run(engine, asked)
+    stats = engine.stats()
+    rows = dict(stats.steps_by_tree)
+    assert rows["off"] >= 24
+    assert stats.num_drafts == rows["chain-3"] > 0
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_an_abort_counts_the_prefix_it_hit_and_how_the_client_ended(is_finished):
+    engine = build_engine(TARGET, None, EngineShape(block_size=4))
+    prompt = tuple(range(10, 19))
+    run(engine, [request_of("first", prompt, 1)])
+    assert engine.stats().num_prefix_hit_tokens == 0
+    engine.add(request_of("second", prompt, 1))
+    engine.step()
+    engine.add(request_of("waiting", prompt, 1))
+    assert engine.abort("second", is_finished)
+    assert engine.abort("waiting", is_finished)
+    stats = engine.stats()
+    assert stats.num_prefix_hit_tokens == 8, "the one that waited hit nothing"
+    assert (stats.num_finished, stats.num_aborted) == ((3, 0) if is_finished else (1, 2))
 
 
 def test_a_stop_token_inside_a_path_ends_the_answer_there():

@@ -38,6 +38,13 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """True where `bind` and its function read lengths on the device only, so that a CUDA graph of them
+        serves any batch of the same sizes, at a cost that follows the real lengths.
+        """
+        ...
+
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         """Prepare whatever the layers of one pass share, and return the function that each layer calls."""
         ...

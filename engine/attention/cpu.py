@@ -15,6 +15,7 @@ class CpuAttention:
     """Single-pass attention; the queries of a K/V head are packed as rows, so K/V is never expanded."""
 
     name = "cpu"
+    is_capturable = False
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         num_rows, num_blocks = layout.block_tables.shape

@@ -14,6 +14,7 @@ class ReferenceAttention:
     """Plain torch; scores, softmax and merge in float32 (float64 where the input is float64)."""
 
     name = "reference"
+    is_capturable = False
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         num_positions = layout.block_tables.shape[1] * block_size

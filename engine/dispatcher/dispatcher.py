@@ -20,6 +20,11 @@ class Dispatcher(Protocol):
     def observe(self, stats: StepStats) -> None:
         """Learn from one collected step; steps arrive in order, one step late."""
 
+    def reachable(self, max_rows: int) -> tuple[tuple[TreeTopology, range], ...]:
+        """Return which trees it may choose and for which numbers of rows, up to `max_rows`: what is worth
+        preparing.
+        """
+
 
 class StaticDispatcher:
     """Follows `SpeculationConfig`: one tree for every step, or a table by running rows. Learns nothing.
@@ -38,3 +43,12 @@ class StaticDispatcher:
 
     def observe(self, stats: StepStats) -> None:
         """Ignore the step."""
+
+    def reachable(self, max_rows: int) -> tuple[tuple[TreeTopology, range], ...]:
+        """Return the rows of the table, cut at `max_rows`."""
+        found, first = [], 1
+        for last, tree in (*self._table, (max_rows, self._otherwise)):
+            if first <= min(last, max_rows):
+                found.append((tree, range(first, min(last, max_rows) + 1)))
+            first = last + 1
+        return tuple(found)

@@ -1,14 +1,11 @@
-"""The shape of a draft head, as its `config.json` states it.
+"""The shape of a draft head, and whether it fits a target.
 
-Whether a head fits a target is checked here too; reading the tensors is left to `draft/loader`.
+Reading and writing its `config.json` is left to `config_file`, the tensors to `loader`.
 """
 
-import dataclasses
 import json
-import math
+import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from engine.errors import DraftMismatchError, ModelLoadError
 from engine.layers.decoder import LayerShape
@@ -46,8 +43,12 @@ class DraftConfig:
         self._check_sizes()
         if not 1 <= self.num_layers <= 3:
             raise ModelLoadError(f"a draft head has 1 to 3 layers, found {self.num_layers}")
-        if not self.taps or any(tap not in range(self.target_num_layers + 1) for tap in self.taps):
-            raise ModelLoadError(f"draft taps must lie in 0..{self.target_num_layers}, found {self.taps}")
+        if not self.taps or not all(
+            type(tap) is int and 0 <= tap <= self.target_num_layers for tap in self.taps
+        ):
+            raise ModelLoadError(
+                f"draft taps must be integers of 0 to {self.target_num_layers}, found {quote(self.taps)}"
+            )
         if self.hidden_size != self.target_hidden_size:
             # The head shares the target's embedding and output rows, so a width of its own has nothing to
             # multiply.
@@ -66,11 +67,12 @@ class DraftConfig:
         targets = ("target_hidden_size", "target_vocab_size", "target_num_layers", "draft_vocab_size")
         for name in (*sizes, "max_position", *targets):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ModelLoadError(f"draft {name} must be an integer of at least 1, found {value!r}")
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise ModelLoadError(f"draft {name} must be an integer of at least 1, found {quote(value)}")
         for name in ("rms_norm_eps", "rope_theta"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ModelLoadError(f"draft {name} must be positive and finite, found {getattr(self, name)}")
+            value = getattr(self, name)
+            if not is_number(value) or value <= 0.0:
+                raise ModelLoadError(f"draft {name} must be a positive number, found {quote(value)}")
         if self.num_heads % self.num_kv_heads != 0 or self.head_dim % 2 != 0:
             raise ModelLoadError(
                 "draft num_heads must be a multiple of num_kv_heads and head_dim even, found "
@@ -78,7 +80,11 @@ class DraftConfig:
             )
         if not isinstance(self.is_feedback_normed, bool):
             raise ModelLoadError(
-                f"draft is_feedback_normed must be true or false, found {self.is_feedback_normed!r}"
+                f"draft is_feedback_normed must be true or false, found {quote(self.is_feedback_normed)}"
+            )
+        if not isinstance(self.base_model_digest, str | None):
+            raise ModelLoadError(
+                f"draft base_model_digest must be text or null, found {quote(self.base_model_digest)}"
             )
 
     @property
@@ -111,6 +117,11 @@ class DraftConfig:
                     f"the draft was made for a target with {name} {expected}, this target has {found}: "
                     "choose a draft trained for this model"
                 )
+        if self.max_position < target.max_position:
+            raise DraftMismatchError(
+                f"the draft was made for max_position {self.max_position}, this target has "
+                f"{target.max_position}: choose a draft trained for this model"
+            )
         digests = (self.base_model_digest, base_model_digest)
         if None not in digests and digests[0] != digests[1]:
             raise DraftMismatchError(
@@ -118,19 +129,15 @@ class DraftConfig:
                 "choose a draft trained for this model"
             )
 
-    def save(self, path: Path) -> None:
-        """Write the config as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
-    @staticmethod
-    def load(path: Path) -> "DraftConfig":
-        """Read a config; raises `ModelLoadError` on a missing file, bad JSON, or missing, unknown or
-        ill-typed keys.
-        """
-        try:
-            raw: dict[str, Any] = json.loads(path.read_text())
-            scaling = raw.pop("rope_scaling")
-            raw["taps"] = tuple(raw["taps"])
-            return DraftConfig(**raw, rope_scaling=RopeScaling(**scaling) if scaling else None)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{path} is not a draft config: {error}") from error
+def is_number(value: object) -> bool:
+    """Whether a value of a file is a finite number; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # NaN is not at most anything
+
+
+def quote(value: object) -> str:
+    """Return a value as its file has it, not longer than a line takes."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -14,7 +14,7 @@ from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool, slots_of
-from engine.kvcache.tree_scratch import NodeScratch
+from engine.layers.rotary import Angles
 from engine.sampling.sampler import sample_children
 from engine.speculation import DraftOutput, TreeTensors
 
@@ -62,19 +62,16 @@ class TreeDrafter(Protocol):
 
 
 class Drafter:
-    """A draft head with its own pages and scratch.
+    """A draft head with its own pages.
 
     Pages hold pairs made of the target's true features only, one per committed token: nodes of a tree live in
     the scratch and are dropped, so a rejected draft can leave no ghost and an accepted one no drifted
     feature.
     """
 
-    def __init__(
-        self, head: DraftHead, pool: KVPool, scratch: NodeScratch, backend: AttentionBackend, block_size: int
-    ) -> None:
+    def __init__(self, head: DraftHead, pool: KVPool, backend: AttentionBackend, block_size: int) -> None:
         self.head = head
         self.pool = pool
-        self.scratch = scratch
         self.backend = backend
         self.block_size = block_size
 
@@ -111,15 +108,18 @@ class Drafter:
         )
         attend_pages = self.backend.bind(layout, self.block_size)
         slots = slots_of(window.block_tables, window.positions, window.is_pending, self.block_size).flatten()
+        scratch, ops = self.pool.scratch(num_rows * width), self.head.ops
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.pool.store(layer_idx, slots, k, v)
-            q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
-            return attend_pages(q, k, v, self.pool.k[layer_idx], self.pool.v[layer_idx]).flatten(0, 1)
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q = ops.rope_store(qkv, angles, scratch.k[layer_idx], scratch.v[layer_idx])
+            pages = self.pool.k[layer_idx], self.pool.v[layer_idx]
+            suffix = scratch.layer(layer_idx, num_rows)
+            return attend_pages(q.view(num_rows, width, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
 
         fused = self.head.fuse(window.features.flatten(0, 1))
         positions = window.positions.clamp(min=0).flatten()
         feature, hidden = self.head(window.token_ids.flatten(), fused, positions, attend)
+        self.pool.commit(slots, scratch, torch.arange(num_rows * width, device=slots.device))
         return feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1)
 
 
@@ -147,6 +147,7 @@ class _Expansion:
         self._parents = _pad_column(tree.parents)
         self._ranks = _pad_column(tree.ranks)
         self._mask = _suffix_mask(tree)
+        self._scratch = drafter.pool.scratch(num_rows * (num_nodes + 1)).zero_()
         self._tokens = torch.full((num_rows, num_nodes + 1), -1, dtype=torch.int64, device=device)
         self._tokens[:, 0] = window.token_ids[:, -1]
         self._children = torch.zeros(
@@ -187,13 +188,14 @@ class _Expansion:
             suffix_mask=self._mask[self._rows, nodes],
         )
         attend_pages = drafter.backend.bind(layout, drafter.block_size)
+        scratch_rows = (self._rows * self._mask.shape[2] + nodes).flatten()
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(num_rows, width, *x.shape[1:]) for x in (q, k, v))
-            stored_k, stored_v = drafter.scratch.store(layer_idx, nodes, k, v)
-            num_keys = self._mask.shape[2]
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            k, v = self._scratch.k[layer_idx], self._scratch.v[layer_idx]
+            q = drafter.head.ops.rope_store(qkv, angles, k, v, scratch_rows)
             pages = drafter.pool.k[layer_idx], drafter.pool.v[layer_idx]
-            return attend_pages(q, stored_k[:, :num_keys], stored_v[:, :num_keys], *pages).flatten(0, 1)
+            suffix = self._scratch.layer(layer_idx, num_rows)
+            return attend_pages(q.view(num_rows, width, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
 
         features = self._features[self._rows, self._parents.gather(1, nodes)].flatten(0, 1)
         token_ids = self._tokens.gather(1, nodes).flatten()
@@ -238,6 +240,6 @@ def _suffix_mask(tree: TreeTensors) -> Tensor:
     already.
     """
     mask = F.pad(tree.ancestor_mask(), (0, 1, 0, 1))
-    mask[:, :, 0] = False
-    mask[:, -1, -1] = True
+    mask[:, :, 0].fill_(False)
+    mask[:, -1, -1].fill_(True)
     return mask

@@ -13,6 +13,7 @@ from engine.draft.config import DraftConfig
 from engine.layers.decoder import Attend, DecoderLayer
 from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.norm import RMSNorm
+from engine.layers.ops import LayerOps, TorchOps
 from engine.layers.rotary import Rotary
 
 
@@ -32,6 +33,7 @@ class DraftHead(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config.layer_shape(idx)) for idx in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.packed_head: PackedLinear | None = None
+        self.ops: LayerOps = TorchOps()
         self.to(dtype)
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, num_positions, dtype)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
@@ -65,15 +67,18 @@ class DraftHead(nn.Module):
         """
         angles = self.rotary(positions)
         residual = features
-        for layer_idx, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
-            if layer_idx == 0:
-                token_part = layer.input_norm(F.embedding(token_ids, self.embed_rows))
-                x = torch.cat((token_part, self.feature_norm(residual)), dim=-1)
-            else:
-                x = layer.input_norm.forward(residual)
-            residual = layer.forward(x, residual, angles, attend, layer_idx)
-        hidden = self.norm(residual)
-        return (hidden if self.config.is_feedback_normed else residual), hidden
+        layers = cast("list[DecoderLayer]", self.layers)
+        norm, *next_norms = *(layer.input_norm for layer in layers), self.norm
+        embedded = F.embedding(token_ids, self.embed_rows)
+        x = self.ops.norm_pair(embedded, norm.weight, residual, self.feature_norm.weight, norm.eps)
+        for layer_idx, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
+            delta, residual = layer.forward(x, residual, angles, attend, layer_idx, self.ops)
+            x, residual = self.ops.add_norm(delta, residual, norm.weight, norm.eps)
+        return (x if self.config.is_feedback_normed else residual), x
+
+    def use(self, ops: LayerOps) -> None:
+        """Run on other ops than torch's, such as the kernels of a GPU; training needs torch's."""
+        self.ops = ops
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., draft_vocab_size] over the draft's vocabulary."""

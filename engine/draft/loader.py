@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.draft.config import DraftConfig
+from engine.draft.config_file import load_config, save_config
 from engine.draft.head import DraftHead
 from engine.errors import DraftMismatchError, ModelLoadError
 from engine.weights.digest import file_digest
@@ -61,7 +62,7 @@ def load_draft(folder: Path) -> LoadedDraft:
                 f"{folder / name} has sha256 {found}, its manifest says {expected}: fetch the draft again"
             )
     trees = folder / TREES if TREES in files else None
-    return LoadedDraft(folder, DraftConfig.load(folder / CONFIG), files[WEIGHTS], trees)
+    return LoadedDraft(folder, load_config(folder / CONFIG), files[WEIGHTS], trees)
 
 
 def save_draft(head: DraftHead, folder: Path, manifest: dict[str, object], trees: str | None = None) -> None:
@@ -73,7 +74,7 @@ def save_draft(head: DraftHead, folder: Path, manifest: dict[str, object], trees
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
-    head.config.save(folder / CONFIG)
+    save_config(head.config, folder / CONFIG)
     state = head.state_dict().items()
     write_safetensors(
         folder / WEIGHTS,

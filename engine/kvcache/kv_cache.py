@@ -31,9 +31,12 @@ class PrefixHit:
 
 @dataclass(slots=True)
 class _Chain:
-    """Digests of a sequence's full blocks, made once each, and how many of those blocks are published."""
+    """Digests of a sequence's full blocks, made once each, and how many of those blocks are published: the
+    first `num_hit` by others.
+    """
 
     digests: list[bytes] = field(default_factory=list)
+    num_hit: int = 0
     num_published: int = 0
 
 
@@ -84,7 +87,8 @@ class KVCache:
         new_ids = self.pool.allocate(num_new)
         assert new_ids is not None, (num_new, self.pool.counts())
         sequence.block_ids = [*hit.block_ids, *new_ids]
-        self._chains.setdefault(sequence, _Chain()).num_published = len(hit.block_ids)
+        chain = self._chains.setdefault(sequence, _Chain())
+        chain.num_hit = chain.num_published = len(hit.block_ids)
         return hit
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
@@ -121,8 +125,11 @@ class KVCache:
         self._chains.pop(sequence, None)
 
     def discard(self, sequence: Sequence) -> None:
-        """Release a sequence that failed: nothing it holds, shared or not, may be found again."""
-        for block_id in sequence.block_ids:
+        """Release a sequence that failed: no block that it wrote may be found again. Those that it hit stay:
+        what others wrote is as good as before.
+        """
+        num_hit = self._chains[sequence].num_hit if sequence.block_ids else 0
+        for block_id in sequence.block_ids[num_hit:]:
             self.pool.forget(block_id)
         self.release(sequence)
 

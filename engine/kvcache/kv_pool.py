@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from engine.kvcache.finite import finite
+from engine.kvcache.tree_scratch import TreeScratch
+
 
 class KVPool:
     """K and V of every layer in blocks of `block_size` positions, [L, num_blocks, block_size, Hkv, D].
@@ -20,6 +23,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.num_kv_heads = num_kv_heads
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
@@ -29,12 +33,19 @@ class KVPool:
         self.k[layer_idx].view(-1, *k.shape[1:]).index_copy_(0, slots, finite(k))
         self.v[layer_idx].view(-1, *v.shape[1:]).index_copy_(0, slots, finite(v))
 
-    def commit(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k, v [L, T, Hkv, D] of all layers at slots [T]; they come from a scratch and are finite
-        already.
-        """
-        self.k.flatten(1, 2).index_copy_(1, slots, k)
-        self.v.flatten(1, 2).index_copy_(1, slots, v)
+    def scratch(self, num_tokens: int) -> TreeScratch:
+        """Return room for the K/V of `num_tokens` nodes; whoever reads a row must have written it."""
+        shape = (self.k.shape[0], num_tokens, *self.k.shape[3:])
+        return TreeScratch(self.k.new_empty(shape), self.v.new_empty(shape))
+
+    def rows(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return K and V of one layer by slot, [num_blocks * block_size, Hkv, D]."""
+        return self.k[layer_idx].flatten(0, 1), self.v[layer_idx].flatten(0, 1)
+
+    def commit(self, slots: Tensor, scratch: TreeScratch, rows: Tensor) -> None:
+        """Copy rows [R] of a scratch, of all layers, to slots [R]."""
+        self.k.flatten(1, 2).index_copy_(1, slots, scratch.k[:, rows])
+        self.v.flatten(1, 2).index_copy_(1, slots, scratch.v[:, rows])
 
     @staticmethod
     def bytes_per_block(
@@ -42,16 +53,6 @@ class KVPool:
     ) -> int:
         """Return the memory that one block takes, K and V of all layers."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-
-def finite(x: Tensor) -> Tensor:
-    """Return x with zeros for NaN and infinities.
-
-    A masked key, of a reused block or of another branch of a tree, still enters the matrix products of
-    attention, where neither a weight of zero nor the largest bias silences NaN, nor a huge number put in its
-    place.
-    """
-    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def slots_of(block_tables: Tensor, positions: Tensor, is_valid: Tensor, block_size: int) -> Tensor:

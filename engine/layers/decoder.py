@@ -6,16 +6,16 @@ How queries find the keys of other tokens is left to the `Attend` that the calle
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.norm import RMSNorm
-from engine.layers.rotary import rotate
+from engine.layers.ops import LayerOps
+from engine.layers.rotary import Angles
 
-# attend(layer_idx, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]: attention of the T tokens of
-# this pass to each other and to whatever is cached. It owns masks and caches, so a network runs on any of
-# them unchanged.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer_idx, qkv [T, Hq + 2 * Hkv, D], angles) -> [T, Hq, D]: attention of the T tokens of this pass to
+# each other and to whatever is cached. Queries and keys come unrotated: to rotate a key and to store it is
+# one piece of work. It owns masks and caches, so a network runs on any of them unchanged.
+Attend = Callable[[int, Tensor, Angles], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,11 @@ class LayerShape:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and gated MLP around a residual stream; the caller normalises what attention reads."""
+    """Attention and gated MLP around a residual stream.
+
+    The caller normalises what attention reads, and adds what the MLP returns: both are one pass over the
+    stream together with the norm of the layer before or after.
+    """
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -51,19 +55,16 @@ class DecoderLayer(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=shape.mlp_bias)
 
     def forward(
-        self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, layer_idx: int
-    ) -> Tensor:
-        """Return the residual stream after the layer, [T, hidden], given x [T, input_size], already
-        normalised.
+        self, x: Tensor, residual: Tensor, angles: Angles, attend: Attend, layer_idx: int, ops: LayerOps
+    ) -> tuple[Tensor, Tensor]:
+        """Return (delta, residual), both [T, hidden], whose sum is the stream after the layer, given x
+        [T, input_size], already normalised.
         """
         # `forward` rather than a call, here and in the networks: nobody hooks these modules, and on a CPU a
         # call of a module costs as much as a small operation.
-        shape = self.shape
-        num_rotated = shape.num_heads + shape.num_kv_heads
-        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, shape.head_dim)
-        rotated = rotate(qkv[:, :num_rotated], angles)
-        q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
-        attended = attend(layer_idx, q, k, qkv[:, num_rotated:])
-        residual = residual + self.o_proj.forward(attended.reshape(x.shape[0], -1))
-        gate, up = self.gate_up_proj.forward(self.post_attention_norm.forward(residual)).chunk(2, dim=-1)
-        return residual + self.down_proj.forward(F.silu(gate) * up)
+        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.shape.head_dim)
+        attended = attend(layer_idx, qkv, angles)
+        delta = self.o_proj.forward(attended.reshape(x.shape[0], -1))
+        norm = self.post_attention_norm
+        x, residual = ops.add_norm(delta, residual, norm.weight, norm.eps)
+        return self.down_proj.forward(ops.silu_mul(self.gate_up_proj.forward(x))), residual

@@ -1,17 +1,13 @@
-"""Root-mean-square normalisation. Fusing it with its neighbours is left to the GPU kernels."""
+"""The weight of a root-mean-square normalisation. The arithmetic is left to `ops`, which fuses it."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """Scale the last dimension to unit root mean square, times a learnt weight [size]."""
+    """A learnt weight [size] and the epsilon under the root; `LayerOps` applies them, there is no forward."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

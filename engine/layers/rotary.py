@@ -6,9 +6,12 @@ Choosing the positions of tokens is left to the caller.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.config import RopeScaling
+
+Angles = tuple[Tensor, Tensor]  # (cos, sin), each [T, 1, head_dim]: see `Rotary`
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -42,18 +45,26 @@ class Rotary(nn.Module):
         angles = positions[:, None] * inverse_frequencies(head_dim, theta, scaling)
         cos, sin = angles.cos(), angles.sin()
         # The first half meets -sin and the second +sin, so that a rotation is x * cos + swap(x) * sin.
-        self.register_buffer("cos", torch.cat((cos, cos), -1).to(dtype), persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), -1).to(dtype), persistent=False)
-        self.cos: Tensor
-        self.sin: Tensor
+        table = torch.cat((cos, cos, -sin, sin), -1).to(dtype)
+        self.register_buffer("table", table, persistent=False)
+        self.table: Tensor  # [num_positions, 2 * head_dim]
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> Angles:
         """Return (cos, sin), each [T, 1, head_dim], of `positions` [T] int64."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = F.embedding(positions, self.table).unsqueeze(1).chunk(2, dim=-1)
+        return cos, sin
 
 
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x [T, heads, head_dim] turned by `angles`, the pair that `Rotary` returns."""
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Return x [T, heads, head_dim] turned by `angles`."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+
+
+def rotate_qkv(qkv: Tensor, angles: Angles, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [T, Hq, D] and k [T, Hkv, D], turned, and v [T, Hkv, D] of qkv [T, Hq + 2 * Hkv, D]."""
+    num_rotated = qkv.shape[1] - num_kv_heads
+    rotated = rotate(qkv[:, :num_rotated], angles)
+    num_heads = num_rotated - num_kv_heads
+    return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_rotated:]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.layers.decoder import Attend, DecoderLayer, LayerShape
 from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.norm import RMSNorm
+from engine.layers.ops import LayerOps, TorchOps
 from engine.layers.rotary import Rotary
 from engine.model.config import ModelConfig
 
@@ -61,6 +62,7 @@ class LlamaForCausalLM(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.packed_head: PackedLinear | None = None
+        self.ops: LayerOps = TorchOps()
         self.to(dtype)
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, num_positions, dtype)
 
@@ -73,15 +75,22 @@ class LlamaForCausalLM(nn.Module):
         """Run T tokens, `token_ids` and `positions` [T] int64, through every layer."""
         angles = self.rotary(positions)
         residual = self.embed_tokens(token_ids)
+        layers = cast("list[DecoderLayer]", self.layers)
+        norm, *next_norms = *(layer.input_norm for layer in layers), self.norm
+        x = self.ops.norm(residual, norm.weight, norm.eps)
         tapped: dict[int, Tensor] = {}
-        for layer_idx, layer in enumerate(cast("list[DecoderLayer]", self.layers)):
-            x = layer.input_norm.forward(residual)
-            residual = layer.forward(x, residual, angles, attend, layer_idx)
+        for layer_idx, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
+            delta, residual = layer.forward(x, residual, angles, attend, layer_idx, self.ops)
+            x, residual = self.ops.add_norm(delta, residual, norm.weight, norm.eps)
             if layer_idx in self.taps:
                 tapped[layer_idx] = residual
-        hidden = tapped[len(self.layers)] = self.norm(residual)
+        tapped[len(layers)] = x
         features = [tapped[tap] for tap in self.taps] or [residual[:, :0]]
-        return TargetOutput(hidden, torch.cat(features, dim=-1))
+        return TargetOutput(x, torch.cat(features, dim=-1))
+
+    def use(self, ops: LayerOps) -> None:
+        """Run on other ops than torch's, such as the kernels of a GPU."""
+        self.ops = ops
 
     def pack(self) -> None:
         """Reorder the weights for a CPU that `can_pack`; the embedding and the output head stay readable

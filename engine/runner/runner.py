@@ -3,25 +3,33 @@
 What a step holds is decided by the scheduler; how a network computes is left to the modules it is given.
 """
 
+import functools
 import itertools
+import logging
+import operator
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout
-from engine.batch import PrefillChunk, StepPlan
+from engine.batch import Admission, PrefillChunk, StepPlan
 from engine.config import DraftMode
-from engine.draft.drafter import DraftNoise, TreeDrafter
+from engine.draft.drafter import TreeDrafter
+from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool, slots_of
-from engine.kvcache.tree_scratch import TreeScratch
-from engine.model.llama import LlamaForCausalLM, TargetOutput
-from engine.request import SamplingParams
+from engine.layers.rotary import Angles, rotate_qkv
+from engine.model.llama import LlamaForCausalLM
+from engine.runner.decode_step import DecodeBatch, DecodeStep
+from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.sampling.verify import verify
-from engine.speculation import DraftOutput, SamplingTensors, TreeTensors, Verification
+from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,6 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         kv_shape = (config.num_kv_heads, config.head_dim, dtype, self.device)
         self._pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
-        self._scratch = TreeScratch(config.num_layers, dtype)
         self._state = SlotState(
             num_slots=shape.max_num_seqs + 1,
             table_width=shape.table_width,
@@ -65,27 +72,66 @@ class ModelRunner:
             device=self.device,
         )
         self._drafter = drafter
-        self._params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * (shape.max_num_seqs + 1)
+        self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
+        self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
+        self._graphs: StepGraphs | None = None
+        # Sampled drafts hand over probabilities of the whole vocabulary, which are not worth a copy each.
+        if self.device.type == "cuda" and backend.is_capturable and shape.draft_mode == "greedy":
+            self._graphs = StepGraphs(
+                self._step, shape.max_num_seqs, shape.table_width, shape.feature_window, self.device
+            )
+
+    def capture(self, topology: TreeTopology, num_rows: range) -> None:
+        """Prepare steps of so many rows whose widest tree is `topology`, where this device and this attention
+        backend can replay them.
+        """
+        if self._graphs is None:
+            return
+        before, started = self._graphs.num_graphs, time.perf_counter()
+        # The largest first: the smaller ones find room in its memory.
+        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
+            self._graphs.capture(topology, bucket)
+        logger.info(
+            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
+            topology.name,
+            num_rows[0],
+            num_rows[-1],
+            self._graphs.num_graphs - before,
+            time.perf_counter() - started,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Enqueue one step. The answer holds a row per decode row of the plan."""
+        """Enqueue one step. The answer holds a row per decode row of the plan.
+
+        Raises `AdmissionError`, before anything of the step runs, for a sequence that cannot take its slot;
+        the plan without it may be launched again.
+        """
         timer = StepTimer(self.device)
-        for admission in plan.admissions:
-            self._state.admit(admission, self._eos_token_ids)
-            self._params[admission.slot] = admission.sampling
+        if plan.admissions:
+            self._admit(plan.admissions)
+        if plan.growths:
+            self._state.grow(plan.growths)
+        nothing = torch.empty(0, dtype=torch.int64)
+        is_chunk_finite = self._prefill(plan.chunks) if plan.chunks else nothing.bool()
+        answer = self._decode(plan) if plan.rows else nothing[:, None]
+        return StepHandle(plan.step_idx, answer, is_chunk_finite, timer)
+
+    def _admit(self, admissions: tuple[Admission, ...]) -> None:
+        try:
+            self._state.admit(admissions, self._eos_token_ids)
+        except Exception:  # whatever it was, it is the fault of one request: find it
+            for admission in admissions:
+                try:
+                    self._state.admit((admission,), self._eos_token_ids)
+                except Exception as error:
+                    raise AdmissionError(admission.slot) from error
+        for admission in admissions:
+            self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
             self._num_pending[admission.slot] = 1
-        for growth in plan.growths:
-            self._state.grow(growth)
-        nothing = torch.empty(0, dtype=torch.bool)
-        is_chunk_finite = self._prefill(plan.chunks) if plan.chunks else nothing
-        if not plan.rows:
-            return StepHandle(plan.step_idx, nothing[:, None], nothing, is_chunk_finite, timer)
-        answer = self._decode(plan)
-        return StepHandle(plan.step_idx, answer.token_ids, answer.is_finite, is_chunk_finite, timer)
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> Tensor:
         """Cache the K/V of every chunk in one pass over their tokens side by side; return which of them are
@@ -103,7 +149,8 @@ class ModelRunner:
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
         spans = [slice(end - len(chunk.token_ids), end) for chunk, end in zip(chunks, ends, strict=True)]
 
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q, k, v = rotate_qkv(qkv, angles, self._pool.num_kv_heads)
             self._pool.store(layer_idx, slots.flatten(), k, v)
             k_pages, v_pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
             parts = zip(bound, spans, strict=True)
@@ -129,99 +176,41 @@ class ModelRunner:
         causal = torch.ones(1, size, size, dtype=torch.bool, device=self.device).tril()
         return AttentionLayout(table, window, window + chunk.start, causal)
 
-    def _decode(self, plan: StepPlan) -> Verification:
-        """Draft, verify and commit one tree per row."""
-        host_slots = [row.slot for row in plan.rows]
-        slots = self._tensor(host_slots)
-        tree = self._tree_tensors(tuple(row.topology for row in plan.rows))
-        num_blocks = self._num_blocks(plan.max_prefix_len + tree.depth + 1)
-        tables = self._state.block_tables[slots, :num_blocks]
-        sampling = self._state.sampling(slots, [self._params[slot] for slot in host_slots])
-        root_positions = self._state.seq_len[slots]
-        draft = self._draft(host_slots, slots, tree, tables, sampling)
-        prefix_tables = tables[:, : self._num_blocks(plan.max_prefix_len)]
-        output = self._run_target(draft, tree, root_positions, prefix_tables)
-        logits = self._target.logits(output.hidden).view(len(host_slots), tree.num_nodes, -1)
-        verification = verify(logits, draft, tree, sampling, root_positions)
-        self._commit(verification, output, slots, tables, sampling.is_penalized)
-        return verification
-
-    def _draft(
-        self,
-        host_slots: list[int],
-        slots: Tensor,
-        tree: TreeTensors,
-        tables: Tensor,
-        sampling: SamplingTensors,
-    ) -> DraftOutput:
-        """Draft the trees; a step of roots only does no draft work, and its positions stay pending."""
-        if tree.depth == 0 or self._drafter is None:
-            for slot in host_slots:
-                self._num_pending[slot] += 1
-            return DraftOutput(self._state.root_token[slots][:, None])
-        width = min(max(self._num_pending[slot] for slot in host_slots), self._shape.feature_window)
-        for slot in host_slots:
-            self._num_pending[slot] = tree.depth + 1
-        window = self._state.align_window(slots, width, tables)
-        noise = DraftNoise(sampling.seed, sampling.temperature)
-        return self._drafter.draft(
-            window, tree, self._shape.draft_mode, noise, self._target.config.vocab_size
+    def _decode(self, plan: StepPlan) -> Tensor:
+        """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does."""
+        slots = [row.slot for row in plan.rows]
+        topologies = tuple(row.topology for row in plan.rows)
+        depth = max(topology.depth for topology in topologies)
+        flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})
+        num_pending = max(self._num_pending[slot] for slot in slots)
+        for slot in slots:
+            # A step of roots only does no draft work: its positions stay pending.
+            self._num_pending[slot] = depth + 1 if depth else self._num_pending[slot] + 1
+        if self._graphs is not None:
+            answer = self._graphs.replay(slots, topologies, num_pending, flags)
+            if answer is not None:
+                return answer
+        batch = DecodeBatch(
+            slots=self._tensor(slots),
+            tree=self._tree_tensors(topologies),
+            flags=flags,
+            align_width=min(num_pending, self._shape.feature_window),
+            num_read_blocks=self._num_blocks(plan.max_prefix_len),
+            num_blocks=self._num_blocks(plan.max_prefix_len + depth + 1),
         )
-
-    def _run_target(
-        self, draft: DraftOutput, tree: TreeTensors, root_positions: Tensor, tables: Tensor
-    ) -> TargetOutput:
-        """Run every node of every tree at once: prefix attention over pages, suffix attention over the
-        scratch.
-        """
-        shape = (tree.num_rows, tree.num_nodes)
-        ends = root_positions[:, None].expand(shape)
-        layout = AttentionLayout(tables, torch.zeros_like(ends), ends, tree.ancestor_mask())
-        attend_pages = self._backend.bind(layout, self._shape.block_size)
-
-        def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(*shape, *x.shape[1:]) for x in (q, k, v))
-            stored_k, stored_v = self._scratch.store(layer_idx, k, v)
-            pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
-            return attend_pages(q, stored_k, stored_v, *pages).flatten(0, 1)
-
-        positions = (root_positions[:, None] + tree.depths).flatten()
-        output: TargetOutput = self._target(draft.token_ids.clamp(min=0).flatten(), positions, attend)
-        return output
-
-    def _commit(
-        self,
-        verification: Verification,
-        output: TargetOutput,
-        slots: Tensor,
-        tables: Tensor,
-        is_penalized: bool,
-    ) -> None:
-        """Move the accepted path from scratch to pages and advance the rows."""
-        path = verification.path
-        step = torch.arange(path.shape[1], device=self.device)
-        is_kept = step <= verification.num_accepted[:, None]
-        positions = self._state.seq_len[slots][:, None] + step
-        pool_slots = slots_of(tables, positions, is_kept, self._shape.block_size)
-        self._pool.commit(pool_slots.flatten(), *self._scratch.gather(path))
-        num_rows = path.shape[0]
-        features = output.features.view(
-            num_rows, output.features.shape[0] // num_rows, output.features.shape[1]
-        )
-        rows = torch.arange(num_rows, device=self.device)[:, None]
-        self._state.commit(slots, verification, features[rows, path], is_penalized)
+        draft = self._step.draft(batch)
+        return self._step.commit(batch, draft, self._step.run_target(batch, draft))
 
     def _tree_tensors(self, topologies: tuple[TreeTopology, ...]) -> TreeTensors:
         """Return the node table of a step; the same topologies come back step after step."""
         if topologies not in self._trees:
             if len(self._trees) >= 256:
                 self._trees.clear()
-            num_nodes = max(topology.num_nodes for topology in topologies)
-            self._trees[topologies] = TreeTensors.build(topologies, num_nodes, self.device)
+            self._trees[topologies] = TreeTensors.padded(topologies, TreeShape.of(topologies), self.device)
         return self._trees[topologies]
 
     def _num_blocks(self, num_positions: int) -> int:
         return min(-(-num_positions // self._shape.block_size), self._shape.table_width)
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(values, torch.int64, self.device)

@@ -5,13 +5,15 @@ It is why the host can be a step late: lengths, last tokens and features never l
 dummy.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from engine.batch import DUMMY_SLOT, Admission, BlockGrowth, PrefillChunk
 from engine.draft.drafter import AlignWindow
-from engine.request import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, SamplingParams
-from engine.speculation import SamplingTensors, Verification
+from engine.request import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
+from engine.speculation import SamplingFlags, SamplingTensors, Verification, upload
 
 
 class SlotState:
@@ -52,35 +54,48 @@ class SlotState:
         self._prompt_mask = zeros(vocab_size, dtype=torch.bool)
         self._output_counts = zeros(vocab_size, dtype=torch.int32)
 
-    def admit(self, admission: Admission, eos_token_ids: tuple[int, ...]) -> None:
-        """Set every row of a slot for a sequence that takes it."""
-        slot, params = admission.slot, admission.sampling
-        root_position = len(admission.tokens) - 1
-        self.seq_len[slot] = root_position
-        self.root_token[slot] = admission.tokens[-1]
-        self.draft_len[slot] = root_position
-        self.draft_start[slot] = admission.draft_start
-        self.block_tables[slot] = 0
-        self.features[slot] = 0
-        self._seed[slot] = admission.seed
-        self._top_k[slot] = params.top_k or self._output_counts.shape[1]
-        self._numbers[slot] = self._row(
-            [
-                params.temperature,
-                params.top_p,
-                params.min_p,
-                params.repetition_penalty,
-                params.presence_penalty,
-                params.frequency_penalty,
-            ],
-            torch.float32,
+    def admit(self, admissions: Sequence[Admission], eos_token_ids: tuple[int, ...]) -> None:
+        """Set every row of the slots that sequences take."""
+        numbers = [
+            value
+            for a in admissions
+            for value in (
+                a.sampling.temperature,
+                a.sampling.top_p,
+                a.sampling.min_p,
+                a.sampling.repetition_penalty,
+                a.sampling.presence_penalty,
+                a.sampling.frequency_penalty,
+            )
+        ]
+        vocab_size = self._output_counts.shape[1]
+        columns = (
+            [a.slot for a in admissions],
+            [len(a.tokens) - 1 for a in admissions],
+            [a.tokens[-1] for a in admissions],
+            [a.draft_start for a in admissions],
+            [a.seed for a in admissions],
+            [a.sampling.top_k or vocab_size for a in admissions],
+            # 0 when there is no minimum: no position is before it, and the ids are not read.
+            [a.num_prompt + a.sampling.min_tokens if a.sampling.min_tokens else 0 for a in admissions],
         )
-        self._admit_vocabulary(admission, eos_token_ids)
+        ints = self._row([value for column in columns for value in column], torch.int64)
+        slots, root_position, root_token, draft_start, seed, top_k, stop_from = ints.view(len(columns), -1)
+        self.seq_len[slots] = root_position
+        self.draft_len[slots] = root_position
+        self.root_token[slots] = root_token
+        self.draft_start[slots] = draft_start
+        self._seed[slots], self._top_k[slots], self._stop_from[slots] = seed, top_k, stop_from
+        self._numbers[slots] = self._row(numbers, torch.float32).view(len(admissions), -1)
+        self.block_tables.index_fill_(0, slots, 0)
+        self.features.index_fill_(0, slots, 0)
+        # Read as soon as one row of the batch is biased, so an unbiased row must not keep what its slot had.
+        self._bias_values.index_fill_(0, slots, 0.0)
+        for admission in admissions:
+            self._admit_vocabulary(admission, eos_token_ids)
 
     def _admit_vocabulary(self, admission: Admission, eos_token_ids: tuple[int, ...]) -> None:
         slot, params = admission.slot, admission.sampling
-        # Read as soon as one row of the batch is biased, so an unbiased row must not keep what its slot had.
-        self._bias_values[slot] = 0.0
         if params.logit_bias:
             num_biases = len(params.logit_bias)
             self._bias_token_ids[slot, :num_biases] = self._row(
@@ -88,26 +103,26 @@ class SlotState:
             )
             self._bias_values[slot, :num_biases] = self._row([b[1] for b in params.logit_bias], torch.float32)
         if params.is_penalized:
-            tokens = self._row(list(admission.tokens), torch.int64)
-            self._prompt_mask[slot] = False
-            self._prompt_mask[slot, tokens[: admission.num_prompt]] = True
-            vocab_size = self._output_counts.shape[1]
-            self._output_counts[slot] = torch.bincount(tokens[admission.num_prompt :], minlength=vocab_size)
+            tokens = self._row(admission.tokens, torch.int64)
+            self._prompt_mask[slot].zero_()
+            self._prompt_mask[slot].index_fill_(0, tokens[: admission.num_prompt], True)
+            counts = self._output_counts[slot].zero_()
+            emitted = tokens[admission.num_prompt :]
+            counts.scatter_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
         if params.min_tokens:
             stops = list(
                 dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
             )
-            self._stop_token_ids[slot] = -1
+            self._stop_token_ids[slot].fill_(-1)
             self._stop_token_ids[slot, : len(stops)] = self._row(stops, torch.int64)
-        # 0 when there is no minimum: no position is before it, and the ids are not read.
-        self._stop_from[slot] = admission.num_prompt + params.min_tokens if params.min_tokens else 0
 
-    def grow(self, growth: BlockGrowth) -> None:
-        """Append blocks to the table of a slot."""
-        end = growth.start_idx + len(growth.block_ids)
-        self.block_tables[growth.slot, growth.start_idx : end] = self._row(
-            list(growth.block_ids), torch.int64
-        )
+    def grow(self, growths: Sequence[BlockGrowth]) -> None:
+        """Append blocks to the tables of slots."""
+        slots = [growth.slot for growth in growths for _ in growth.block_ids]
+        columns = [growth.start_idx + i for growth in growths for i in range(len(growth.block_ids))]
+        block_ids = [block_id for growth in growths for block_id in growth.block_ids]
+        entries = self._row(slots + columns + block_ids, torch.int64).view(3, -1)
+        self.block_tables[entries[0], entries[1]] = entries[2]
 
     def note_prefill(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor) -> None:
         """Keep the last W tokens [T] and features [T, F] of a chunk."""
@@ -184,18 +199,13 @@ class SlotState:
         self.tokens[rows, columns] = torch.cat((self.root_token[rows], token_ids[:, :-1]), dim=1)
         self.seq_len[slots] += verification.num_accepted + 1
         self.root_token[slots] = verification.next_token
-        self.seq_len[DUMMY_SLOT] = 0
+        self.seq_len[DUMMY_SLOT].zero_()  # an assignment would copy the number from the host
         if is_penalized:
             counts = is_kept.to(torch.int32)
             self._output_counts.index_put_((rows.expand_as(token_ids), token_ids), counts, accumulate=True)
 
-    def sampling(self, slots: Tensor, params: list[SamplingParams]) -> SamplingTensors:
-        """Gather how rows `slots` [B] draw; `params` are the same rows on the host, from which the flags
-        follow.
-        """
-        is_penalized = any(p.is_penalized for p in params)
-        is_biased = any(p.logit_bias for p in params)
-        has_min_tokens = any(p.min_tokens for p in params)
+    def sampling(self, slots: Tensor, flags: SamplingFlags) -> SamplingTensors:
+        """Gather how rows `slots` [B] draw."""
         nothing = slots[:, None][:, :0]
         numbers = self._numbers[slots]
         return SamplingTensors(
@@ -207,18 +217,18 @@ class SlotState:
             presence_penalty=numbers[:, 4],
             frequency_penalty=numbers[:, 5],
             seed=self._seed[slots],
-            bias_token_ids=self._bias_token_ids[slots] if is_biased else nothing,
-            bias_values=self._bias_values[slots] if is_biased else nothing.float(),
-            prompt_mask=self._prompt_mask[slots] if is_penalized else nothing.bool(),
-            output_counts=self._output_counts[slots] if is_penalized else nothing.int(),
-            stop_token_ids=self._stop_token_ids[slots] if has_min_tokens else nothing,
+            bias_token_ids=self._bias_token_ids[slots] if flags.is_biased else nothing,
+            bias_values=self._bias_values[slots] if flags.is_biased else nothing.float(),
+            prompt_mask=self._prompt_mask[slots] if flags.is_penalized else nothing.bool(),
+            output_counts=self._output_counts[slots] if flags.is_penalized else nothing.int(),
+            stop_token_ids=self._stop_token_ids[slots] if flags.has_min_tokens else nothing,
             stop_from=self._stop_from[slots],
-            is_sampled=any(not p.is_greedy for p in params),
-            is_truncated=any(p.is_truncated and not p.is_greedy for p in params),
-            is_penalized=is_penalized,
-            is_biased=is_biased,
-            has_min_tokens=has_min_tokens,
+            is_sampled=flags.is_sampled,
+            is_truncated=flags.is_truncated,
+            is_penalized=flags.is_penalized,
+            is_biased=flags.is_biased,
+            has_min_tokens=flags.has_min_tokens,
         )
 
-    def _row(self, values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    def _row(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
+        return upload(values, dtype, self.device)

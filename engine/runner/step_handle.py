@@ -37,25 +37,22 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step: token_ids [B, D + 1] int64, padded with -1, is_finite [B] bool of its rows, and
+    """The answer of one step on its way: rows [B, D + 2] int64 as `DecodeStep.commit` returns them, and
     is_chunk_finite [C] bool of its chunks.
     """
 
-    def __init__(
-        self, step_idx: int, token_ids: Tensor, is_finite: Tensor, is_chunk_finite: Tensor, timer: StepTimer
-    ) -> None:
+    def __init__(self, step_idx: int, rows: Tensor, is_chunk_finite: Tensor, timer: StepTimer) -> None:
         self._step_idx = step_idx
-        self._token_ids, self._is_finite = _to_host(token_ids), _to_host(is_finite)
-        self._is_chunk_finite = _to_host(is_chunk_finite)
+        self._rows, self._is_chunk_finite = _to_host(rows), _to_host(is_chunk_finite)
         self._timer = timer
         timer.stop()
 
     def collect(self) -> StepResult:
         """Wait for the step and return what it emitted."""
         seconds = self._timer.wait()
-        answers = zip(self._token_ids.tolist(), self._is_finite.tolist(), strict=True)
+        answers: list[list[int]] = self._rows.tolist()
         rows = tuple(
-            RowResult(tuple(token for token in tokens if token >= 0), finite) for tokens, finite in answers
+            RowResult(tuple([token for token in row[:-1] if token >= 0]), bool(row[-1])) for row in answers
         )
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)

@@ -17,7 +17,6 @@ from engine.draft.loader import LoadedDraft, load_draft
 from engine.errors import ConfigError
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
-from engine.kvcache.tree_scratch import NodeScratch
 from engine.layers.linear import can_pack
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
@@ -152,13 +151,11 @@ def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrar
 
 
 def create_drafter(head: DraftHead, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
-    """Return a drafter for `head` with its own pages and scratch, on the head's device."""
+    """Return a drafter for `head` with its own pages, on the head's device."""
     config, weight = head.config, head.embed_rows
     kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
     pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
-    # One node more than a tree can have: padding nodes share the last.
-    scratch = NodeScratch(config.num_layers, shape.max_num_seqs, MAX_NODES + 1, *kv_shape)
-    return Drafter(head, pool, scratch, backend, shape.block_size)
+    return Drafter(head, pool, backend, shape.block_size)
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

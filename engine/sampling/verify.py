@@ -5,6 +5,7 @@ into the cache is left to the runner.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,19 @@ class _Siblings:
     nodes: Tensor
     token_ids: Tensor
     ranks: Tensor
+
+
+class Verify(Protocol):
+    """The signature of `verify`, for implementations of one device."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        draft: DraftOutput,
+        tree: TreeTensors,
+        sampling: SamplingTensors,
+        root_positions: Tensor,
+    ) -> Verification: ...
 
 
 def verify(
@@ -159,7 +173,7 @@ def _verification(path: Tensor, tokens: Tensor, peaks: Tensor, is_open: Tensor) 
     # A stopped row reads its last node again, so levels it did not reach repeat the finding.
     is_finite = peaks.isfinite().all(1)
     is_reached = is_open & is_finite[:, None]
-    is_reached[:, 0] = True
+    is_reached[:, 0].fill_(True)
     num_accepted = is_reached.sum(1) - 1
     token_ids = tokens.masked_fill(~is_finite[:, None], 0).masked_fill_(~is_reached, -1)
     return Verification(

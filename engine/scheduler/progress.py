@@ -42,6 +42,11 @@ class Progress:
         return self.sequence.num_output + len(self.ahead) >= self.stop_rule.max_output
 
     @property
+    def num_plain_tokens(self) -> int:
+        """The tokens that the next step can run of it: what is left of its prompt, and its root."""
+        return self.prefill_end - self.num_prefilled + (not self.is_ending)
+
+    @property
     def max_prefix_len(self) -> int:
         """An upper bound of the tokens the device has cached when the next step starts."""
         return len(self.sequence.tokens) - 1 + sum(topology.depth + 1 for topology in self.ahead)

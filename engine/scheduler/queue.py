@@ -4,6 +4,7 @@ When its head may run is left to the scheduler.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from engine.request import Sequence
 
@@ -18,6 +19,9 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=_sort_key)

@@ -5,8 +5,9 @@ It touches no tensor, reads no clock and does no I/O; the tree of a step is left
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import islice
 
 from engine.batch import Load, RowResult, SequenceDelta, StepPlan, StepResult
 from engine.errors import CapacityError, ConfigError, RequestError
@@ -22,6 +23,8 @@ from engine.tree.topology import TreeTopology
 MIN_PREFILL = 2  # tokens that let a prefill go on: one position, and the root of the decode that may follow
 PREFILL_SHARE = 4  # trees leave one part in four of the budget to prefills that want it
 WATERMARK_SHARE = 100  # an admission leaves one block in a hundred to the growth of running sequences
+
+NOT_FINITE = "the logits of the target model were not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Scheduler:
         self._config = config
         self._kv_cache = kv_cache
         self._library = library
-        self._root_only = library.get("off")
+        self.root_only = library.get("off")
         self._watermark = max(1, kv_cache.pool.capacity // WATERMARK_SHARE)
         self._live: dict[str, Progress] = {}
         self._waiting = WaitingQueue()
@@ -85,6 +88,16 @@ class Scheduler:
             num_cached_tokens=sum(progress.sequence.num_cached for progress in self._running),
         )
 
+    def next_load(self) -> Load:
+        """Return the load of the step that `schedule` would plan now: sequences that it will admit run.
+
+        Exact for plain steps that hit no prefix and preempt nobody; else a few more or fewer may run.
+        """
+        load, num_admitted = self.load(), self._num_admissible()
+        return replace(
+            load, num_running=load.num_running + num_admitted, num_waiting=load.num_waiting - num_admitted
+        )
+
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. Raises `RequestError` for one that could never run to its end and
         `CapacityError` when the queue is full.
@@ -102,17 +115,17 @@ class Scheduler:
         topology = self._resolve(request.sampling.speculation)
         if len(self._waiting) >= config.max_num_waiting:
             raise CapacityError(f"{len(self._waiting)} requests are waiting already: try again later")
+        self._waiting.push(sequence)  # first: where this raises, nothing has been added
         self._live[request.request_id] = Progress(sequence, rule, topology)
-        self._waiting.push(sequence)
 
-    def abort(self, request_id: str) -> Sequence | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence now, whatever it is doing; None where it is unknown or has ended already. Results of
         a step in flight are dropped.
         """
         progress = self._live.get(request_id)
         if progress is None:
             return None
-        self._finish(progress, FinishReason.ABORT)
+        self._finish(progress, reason)
         return progress.sequence
 
     def forget_draft(self) -> None:
@@ -144,6 +157,17 @@ class Scheduler:
         self._next_step_idx += 1
         self._flights.append(step.flight())
         return step.plan()
+
+    def refuse_admission(self, plan: StepPlan, slot: int) -> tuple[StepPlan, SequenceDelta]:
+        """Fail a sequence that could not take its slot in `plan`, the step planned last, of which nothing has
+        run. Return the step without it, maybe empty: then it must not be launched.
+        """
+        progress = next(progress for progress in self._running if progress.sequence.slot == slot)
+        flight = self._flights.pop().without(progress)
+        plan = plan.without(slot)
+        if not plan.is_empty:
+            self._flights.append(flight)
+        return plan, self._fail(progress, "the engine could not start this request")
 
     def commit(self, result: StepResult) -> tuple[SequenceDelta, ...]:
         """Apply the result of the oldest step in flight; return what its sequences gained: first those that
@@ -201,7 +225,7 @@ class Scheduler:
             num_behind = len(rows) - idx - 1  # each of them needs its root
             tree = progress.topology or topology
             if tree.num_nodes > step.num_left - num_behind - reserve:
-                tree = self._root_only
+                tree = self.root_only
             fitting = self._grow(step, progress, tree)
             while fitting is None and self._running[-1] is not progress:
                 has_room = False
@@ -217,7 +241,7 @@ class Scheduler:
         """Reserve blocks for one more decode step and return its topology: the one asked for, else plain
         decoding, else None.
         """
-        for candidate in (topology, self._root_only):
+        for candidate in (topology, self.root_only):
             num_tokens = progress.num_needed(candidate)
             assert num_tokens <= self._config.max_model_len + 2 * (self._library.max_depth + 1), num_tokens
             new_ids = self._kv_cache.reserve(progress.sequence, num_tokens)
@@ -237,7 +261,7 @@ class Scheduler:
         if progress.is_prefilling:
             return
         tree = progress.topology or topology
-        fitting = self._grow(step, progress, tree if tree.num_nodes <= step.num_left else self._root_only)
+        fitting = self._grow(step, progress, tree if tree.num_nodes <= step.num_left else self.root_only)
         assert fitting is not None, "an admission holds the blocks of its first plain decode"
         step.decode(progress, fitting)
 
@@ -261,6 +285,21 @@ class Scheduler:
             insort(self._running, progress, key=_sort_key)
             step.admit(sequence, hit.draft_start)
             self._prefill(step, progress, topology)
+
+    def _num_admissible(self) -> int:
+        """Count the waiting sequences that find a slot, blocks and tokens of the budget in the next step."""
+        num_tokens = self._config.max_batched_tokens - sum(p.num_plain_tokens for p in self._running)
+        num_blocks = self._kv_cache.pool.num_available
+        num_admitted = 0
+        for sequence in islice(self._waiting, len(self._free_slots)):
+            num_blocks -= self._kv_cache.num_blocks_for(len(sequence.tokens))
+            num_spare = self._watermark if self._running or num_admitted else 0
+            is_late = self._live[sequence.request.request_id].num_in_flight > 0
+            if is_late or num_blocks < num_spare or num_tokens < MIN_PREFILL:
+                break
+            num_tokens -= len(sequence.tokens)
+            num_admitted += 1
+        return num_admitted
 
     def _preempt(self, progress: Progress) -> None:
         """Take a row's blocks and slot; it will be recomputed from its known tokens. Its step in flight still
@@ -302,16 +341,16 @@ class Scheduler:
         if sequence.is_finished:
             return None
         if not is_finite:
-            return self._fail(progress)
+            return self._fail(progress, NOT_FINITE)
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_cached = chunk.end
             progress.extend_draft(chunk.end)
             self._publish(progress)
         return None
 
-    def _fail(self, progress: Progress) -> SequenceDelta:
+    def _fail(self, progress: Progress, message: str) -> SequenceDelta:
         self._finish(progress, FinishReason.ERROR)
-        return _delta(progress.sequence, (), 0, "the logits of the target model were not finite")
+        return _delta(progress.sequence, (), 0, message)
 
     def _commit_row(self, row: FlightRow, result: RowResult) -> SequenceDelta | None:
         progress, sequence = row.progress, row.progress.sequence
@@ -320,7 +359,7 @@ class Scheduler:
         if sequence.is_finished:
             return None
         if not result.is_finite:
-            return self._fail(progress)
+            return self._fail(progress, NOT_FINITE)
         root = len(sequence.tokens) - 1
         cut = progress.stop_rule.cut(sequence.num_output, result.token_ids)
         num_accepted = min(len(cut.token_ids), len(result.token_ids) - 1)

@@ -35,6 +35,14 @@ class Flight:
     chunks: tuple[FlightChunk, ...]
     rows: tuple[FlightRow, ...]
 
+    def without(self, progress: Progress) -> "Flight":
+        """Return the step without one sequence."""
+        return Flight(
+            self.step_idx,
+            tuple(chunk for chunk in self.chunks if chunk.progress is not progress),
+            tuple(row for row in self.rows if row.progress is not progress),
+        )
+
 
 class StepBuilder:
     """Collects one step within a token budget; `num_left` is what the budget still holds."""

@@ -97,7 +97,8 @@ def measure_ranks(
     draft_ids = invert(head.target_ids, head.config.target_vocab_size)
     answers: list[Tensor] = []
     for tokens in _batches(conversations, batch_tokens, head.target_ids.device):
-        features = target(tokens.token_ids, tokens.positions, attend_documents(tokens.documents)).features
+        attend = attend_documents(tokens.documents, target.config.num_kv_heads)
+        features = target(tokens.token_ids, tokens.positions, attend).features
         is_answer = torch.ones_like(tokens.is_answer)
         columns = []
         for step, hidden in enumerate(unroll(head, tokens, features, depth)):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.decoder import Attend
+from engine.layers.rotary import Angles, rotate_qkv
 from engine.training.fusion import fused
 
 Diagonal = tuple[Tensor, Tensor]  # k, v [T, Hkv, D] of one draft step: token t sees row t alone
@@ -34,11 +35,11 @@ class Documents:
         return Documents(torch.cat((starts, end)).int(), max_length)
 
 
-def attend_documents(documents: Documents) -> Attend:
+def attend_documents(documents: Documents, num_kv_heads: int) -> Attend:
     """Return the `Attend` of a network that runs over whole documents at once."""
 
-    def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG001
-        return attend_packed(q, k, v, (), documents)
+    def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:  # noqa: ARG001
+        return attend_packed(*rotate_qkv(qkv, angles, num_kv_heads), (), documents)
 
     return attend
 

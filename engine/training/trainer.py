@@ -179,7 +179,8 @@ class Trainer:
         """Return (loss, survivors), averaged over the roots of the batch."""
         head, config = self.head, self.config
         with torch.no_grad():
-            output = self.target(tokens.token_ids, tokens.positions, attend_documents(tokens.documents))
+            attend = attend_documents(tokens.documents, self.target.config.num_kv_heads)
+            output = self.target(tokens.token_ids, tokens.positions, attend)
             teacher = F.linear(output.hidden, head.head_rows).float().softmax(-1).to(output.hidden.dtype)
             # Rows past the end are never trained; padding makes the teacher of a step a view.
             teacher = F.pad(teacher, (0, 0, 0, config.unroll_steps))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.draft.head import DraftHead
+from engine.layers.rotary import Angles, rotate_qkv
 from engine.training.packed_attention import Diagonal, Documents, attend_packed
 
 
@@ -32,7 +33,7 @@ def unroll(head: DraftHead, tokens: PackedTokens, features: Tensor, num_steps: i
     j + s, and sees step-0 keys up to j, then its own keys of steps 1 .. s. Rows whose tokens run past their
     document hold no meaning: mask them with `is_drafted`.
     """
-    cache = _DraftKeys(tokens.documents, head.config.num_layers)
+    cache = _DraftKeys(tokens.documents, head.config.num_layers, head.config.num_kv_heads)
     features = features.roll(1, 0).masked_fill((tokens.positions == 0)[:, None], 0.0)
     feature = head.fuse(features)
     for step in range(num_steps):
@@ -44,11 +45,13 @@ def unroll(head: DraftHead, tokens: PackedTokens, features: Tensor, num_steps: i
 class _DraftKeys:
     """The keys a draft step has left per layer: those of step 0, then one diagonal per later step."""
 
-    def __init__(self, documents: Documents, num_layers: int) -> None:
+    def __init__(self, documents: Documents, num_layers: int, num_kv_heads: int) -> None:
         self.documents = documents
+        self.num_kv_heads = num_kv_heads
         self.pairs: list[list[Diagonal]] = [[] for _ in range(num_layers)]
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+        q, k, v = rotate_qkv(qkv, angles, self.num_kv_heads)
         pairs = self.pairs[layer_idx]
         pairs.append((k, v))
         return attend_packed(q, *pairs[0], pairs[1:], self.documents)

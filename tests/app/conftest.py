@@ -11,10 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from app.chat import ChatTemplate
-from app.ingress import Ingress
-from app.server import LLMServer
 from app.tokenizer import Tokenizer
-from tests.app.harness import MAX_NUM_WAITING, LocalBackend, SpokenEngine, write_model
+from tests.app.harness import SpokenEngine, client_of, make_application, write_model
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +34,10 @@ def engine(tokenizer: Tokenizer) -> SpokenEngine:
 
 @pytest.fixture
 def application(engine: SpokenEngine, tokenizer: Tokenizer, model_folder: Path) -> FastAPI:
-    server = LLMServer(engine, tokenizer, ChatTemplate(model_folder), "tiny", MAX_NUM_WAITING)
-    return Ingress(LocalBackend(server), "0.1.0", max_body_bytes=100_000).build()
+    return make_application(engine, tokenizer, ChatTemplate(model_folder))
 
 
 @pytest.fixture
 async def client(application: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(application)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(application) as client:
         yield client

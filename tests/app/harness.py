@@ -9,10 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import tokenizers
+from fastapi import FastAPI
 
-from app.call import ChatCall, CompletionCall
-from app.ingress import Messages
+from app.call import Call, Reply, TokenCall
+from app.chat import ChatTemplate
+from app.choices import Limits
+from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
@@ -61,7 +65,10 @@ def make_facts() -> EngineFacts:
 
 @dataclass
 class SpokenEngine:
-    """Says `text`, `run_len` tokens a step, then the end-of-sequence token; every request is recorded."""
+    """Says `text`, `run_len` tokens a step, then the end-of-sequence token; every request is recorded.
+
+    All tokens of a step but the last are accepted drafts, of four.
+    """
 
     tokenizer: Tokenizer
     text: str = "Hello, world"
@@ -69,6 +76,7 @@ class SpokenEngine:
     facts: EngineFacts = field(default_factory=make_facts)
     requests: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
+    finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     start_error: Exception | None = None
     failure: SequenceDelta | None = None
@@ -88,8 +96,11 @@ class SpokenEngine:
                 yield delta
         finally:
             self.running.discard(request.request_id)
-            if not is_complete:
+            if not is_complete and request.request_id not in self.finished:
                 self.aborted.append(request.request_id)
+
+    def finish(self, request_id: str) -> None:
+        self.finished.append(request_id)
 
     async def _say(self, request: Request) -> AsyncIterator[SequenceDelta]:
         ids = [*self.tokenizer.encode(self.text, add_special_tokens=False), 1]
@@ -105,7 +116,10 @@ class SpokenEngine:
             reason = None
             if start + self.run_len >= len(ids):
                 reason = FinishReason.STOP if run[-1] == 1 else FinishReason.LENGTH
-            yield SequenceDelta(request.request_id, run, len(run) - 1, reason, step + 1, 0, 0, 4)
+            num_kept = start - step + len(run) - 1
+            yield SequenceDelta(
+                request.request_id, run, len(run) - 1, reason, step + 1, 4 * (step + 1), num_kept, 4
+            )
 
     async def stats(self) -> EngineStats:
         return EngineStats(
@@ -116,6 +130,7 @@ class SpokenEngine:
             num_cached_blocks=1,
             num_steps=10,
             num_calls=20,
+            num_drafts=18,
             num_drafted=60,
             num_accepted=25,
             num_prompt_tokens=100,
@@ -144,11 +159,11 @@ class LocalBackend:
     def __init__(self, server: LLMServer) -> None:
         self._server = server
 
-    def chat(self, call: ChatCall, call_id: str) -> Messages:
-        return self._server.chat(call, call_id)
+    def answer(self, call: Call, call_id: str) -> Messages:
+        return self._server.answer(call, call_id)
 
-    def completions(self, call: CompletionCall, call_id: str) -> Messages:
-        return self._server.completions(call, call_id)
+    async def reply(self, call: TokenCall) -> Reply:
+        return await self._server.reply(call)
 
     async def card(self) -> ModelCard:
         return self._server.card()
@@ -158,6 +173,22 @@ class LocalBackend:
 
     async def check_health(self) -> None:
         self._server.check_health()
+
+
+def make_application(
+    engine: SpokenEngine,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    limits: Limits | None = None,
+    door: FrontDoor | None = None,
+) -> FastAPI:
+    """Return the HTTP front over one server in this process."""
+    server = LLMServer(engine, tokenizer, template, "tiny", limits or Limits(MAX_NUM_WAITING))
+    return Ingress(LocalBackend(server), "0.1.0", door or FrontDoor(max_body_bytes=100_000)).build()
+
+
+def client_of(application: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://test")
 
 
 def chat_body(**fields: object) -> dict[str, object]:

@@ -152,7 +152,7 @@ async def test_stream_and_whole_answer_hold_the_same_text(
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_stop_string_cuts_text_usage_and_reason_and_aborts(
+async def test_stop_string_cuts_text_usage_and_reason_and_finishes(
     client: httpx.AsyncClient, engine: SpokenEngine, is_stream: bool
 ) -> None:
     body = chat_body(stop=["wor", "zzz"], stream=is_stream)
@@ -167,7 +167,8 @@ async def test_stop_string_cuts_text_usage_and_reason_and_aborts(
         choice = response.json()["choices"][0]
         text, reason, usage = choice["message"]["content"], choice["finish_reason"], response.json()["usage"]
     assert (text, reason, usage["completion_tokens"]) == ("Hello, ", "stop", 10)
-    assert engine.aborted == [engine.requests[0].request_id]
+    assert engine.finished == [engine.requests[0].request_id]
+    assert not engine.aborted
     assert not engine.running
 
 

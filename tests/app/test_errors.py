@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.errors import ContextLengthError, UnknownModelError, event_for, reply_for
+from app.errors import ContextLengthError, NoReplicaError, UnknownModelError, event_for, reply_for
 from engine import (
     CapacityError,
     ConfigError,
@@ -49,3 +49,11 @@ def test_what_may_pass_says_when_to_come_back(error: Exception) -> None:
 
 def test_message_that_is_no_text_can_be_sent() -> None:
     assert json.loads(reply_for(RequestError("\ud800", "\ud800")).body)["error"]["param"] == "\ud800"
+
+
+def test_words_about_a_dead_engine_stay_in_the_log() -> None:
+    error = EngineDeadError("the engine core is gone: AssertionError: [1, 2]")
+    message = json.loads(reply_for(error).body)["error"]["message"]
+    assert message.endswith("failed and is being replaced: send the request again")
+    assert message in event_for(error).decode()
+    assert b"within 10 s" in reply_for(NoReplicaError("no server replica answered within 10 s")).body

@@ -56,10 +56,10 @@ class FakeHandle:
         return self
 
     @property
-    def completions(self) -> "FakeHandle":
+    def answer(self) -> "FakeHandle":
         return self
 
-    chat = card = check_health = completions
+    card = health = answer
 
     def remote(self, *arguments: object) -> object:
         if self._response is not None:
@@ -95,7 +95,7 @@ async def test_error_of_ray_becomes_ours(
     make_error: Callable[[], Exception], expected: type[Exception]
 ) -> None:
     backend = HandleBackend(FakeHandle(FakeResponse(make_error())))
-    messages = backend.completions(CALL, "id")
+    messages = backend.answer(CALL, "id")
     assert [await anext(messages), await anext(messages)] == [b"data", b"data"]
     with pytest.raises(expected):
         await anext(messages)
@@ -105,7 +105,7 @@ async def test_error_of_ray_becomes_ours(
 
 async def test_stream_that_is_left_is_cancelled() -> None:
     response = FakeResponse(None)
-    messages = HandleBackend(FakeHandle(response)).chat(CALL, "id")
+    messages = HandleBackend(FakeHandle(response)).answer(CALL, "id")
     assert await anext(messages) == b"data"
     await messages.aclose()
     assert response.is_cancelled

@@ -18,11 +18,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "stop_strings",
         "weights.json_object < model.config",
     ),
-    ("kvcache", "layers", "sampling", "grammar", "weights"),
+    ("kvcache < layers", "sampling", "grammar", "weights"),
     ("attention", "transfer"),
     ("model < draft", "scheduler", "dispatcher"),
     ("runner",),
-    ("counters < engine < messages < core < async_engine", "near_tie"),
+    ("counters < engine < messages < core < core_link < async_engine", "near_tie"),
     ("training",),
 )
 
@@ -91,7 +91,12 @@ OPTIONAL_LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 # Modules made of an optional library: they import it at the top, and are themselves imported inside the
 # function that chose them.
-LIBRARY_MODULES = ("engine.kernels", "engine.attention.triton", "engine.attention.xformers")
+LIBRARY_MODULES = (
+    "engine.kernels",
+    "engine.layers.triton_ops",
+    "engine.attention.triton",
+    "engine.attention.xformers",
+)
 # Modules outside `engine` that may import inside functions, and why.
 LAZY_IMPORTERS: dict[str, str] = {
     "app.cli": "a command loads only what it runs: help and bench must not wait for Ray",

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from engine.draft.head import DraftHead
-from engine.layers.rotary import inverse_frequencies
+from engine.layers.rotary import inverse_frequencies, rotate_qkv
 from tests.draft.tiny_head import make_draft_config
+from tests.layers.counted_ops import CountedOps
 from tests.layers.plain import attend_causally, plain_layer, plain_norm
 
 HIDDEN, VOCAB = 48, 320
@@ -30,7 +31,7 @@ def test_it_equals_the_formula(num_layers, is_feedback_normed):
     config = head.config
     token_ids, positions = torch.randint(0, VOCAB, (7,)), torch.arange(20, 27)
     features = torch.randn(7, config.feature_size)
-    feature, hidden = head(token_ids, head.fuse(features), positions, attend_causally)
+    feature, hidden = head(token_ids, head.fuse(features), positions, attend_causally(config.num_kv_heads))
 
     frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     residual = features.double() @ head.fc.weight.double().T
@@ -64,6 +65,16 @@ def test_only_its_own_weights_and_vocabulary_are_saved():
     }
 
 
+def test_it_runs_on_the_ops_it_is_told_to_use():
+    head = make_head()[0]
+    inputs = torch.arange(4), torch.randn(4, HIDDEN), torch.arange(4), attend_causally(2)
+    expected = head(*inputs)
+    ops = CountedOps()
+    head.use(ops)
+    assert all(torch.equal(found, right) for found, right in zip(head(*inputs), expected, strict=True))
+    assert ops.counts == {"norm_pair": 1, "add_norm": 4, "silu_mul": 2}
+
+
 def test_what_the_target_owns_gets_no_gradient():
     head = DraftHead(make_draft_config(), num_positions=8, dtype=torch.float32)
     rows = torch.randn(VOCAB, HIDDEN, requires_grad=True)
@@ -71,8 +82,9 @@ def test_what_the_target_owns_gets_no_gradient():
     token_ids, positions = torch.arange(3), torch.arange(3)
     features = head.fuse(torch.randn(3, head.config.feature_size))
 
-    def attend(layer_idx, q, k, v):
-        return q + v.repeat_interleave(2, 1)
+    def attend(layer_idx, qkv, angles):
+        q, k, v = rotate_qkv(qkv, angles, head.config.num_kv_heads)
+        return q + (k + v).repeat_interleave(2, 1)
 
     head.logits(head(token_ids, features, positions, attend)[1]).sum().backward()
     assert rows.grad is None

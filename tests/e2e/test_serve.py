@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,8 @@ NUM_TOKENS = 200
 class Server:
     process: subprocess.Popen[str]
     url: str
+    log: Path
+    answers_at_start: list[httpx.Response]
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -60,19 +64,34 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
             text=True,
         )
+    url = f"http://127.0.0.1:{port}"
+    answers: list[httpx.Response] = []
+    is_started = threading.Event()
+    poller = threading.Thread(target=poll, args=(url, answers, is_started))
+    poller.start()
     try:
         deadline = time.monotonic() + START_SECONDS
         while f"serving tiny at http://127.0.0.1:{port}/v1" not in log.read_text():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        yield Server(process, f"http://127.0.0.1:{port}")
+        is_started.set()
+        poller.join()
+        yield Server(process, url, log, answers)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
     finally:
+        is_started.set()
         if process.poll() is None:
             process.kill()
+
+
+def poll(url: str, answers: list[httpx.Response], is_over: threading.Event) -> None:
+    """Ask as a client does that waits for the server, and keep what it is told."""
+    while not is_over.wait(0.02):
+        with suppress(httpx.TransportError):
+            answers.append(httpx.get(f"{url}/v1/models", timeout=30))
 
 
 def stream_body(seed: int, **fields: object) -> dict[str, object]:
@@ -121,6 +140,15 @@ def until(is_true: Callable[[], bool], seconds: float) -> None:
     while not is_true():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.1)
+
+
+def test_client_that_polls_during_the_start_reads_no_foreign_words(server: Server) -> None:
+    refused = [answer for answer in server.answers_at_start if answer.status_code != 200]
+    assert refused, "the port opened only when everything was ready: the poll saw nothing"
+    for answer in refused:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "server_unavailable"
+        assert int(answer.headers["retry-after"]) > 0
 
 
 async def test_official_client_gets_the_same_chat_streamed_and_whole(server: Server) -> None:
@@ -228,6 +256,31 @@ async def test_clients_that_leave_give_their_blocks_back_and_the_others_end(serv
     assert after[aborted] - before[aborted] == 10
 
 
+async def test_answer_that_a_stop_string_ends_counts_as_finished(server: Server) -> None:
+    def ends() -> dict[str, float]:
+        samples = scrape(server.url)
+        return {
+            name: samples[f'eyas_sequences_total{{outcome="{name}"}}'] for name in ("finished", "aborted")
+        }
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        text = text_of(await read_stream(client, server.url, stream_body(7, max_tokens=60)))
+        before = await asyncio.to_thread(ends)
+        body = stream_body(7, max_tokens=400, stop=[text[20:26]])
+        stopped = await read_stream(client, server.url, body)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in stopped if chunk["choices"]][-1] == "stop"
+    await asyncio.to_thread(until, lambda: ends()["finished"] == before["finished"] + 1, 5)
+    assert ends()["aborted"] == before["aborted"]
+
+
+async def test_request_id_of_a_client_comes_back_once(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        given = await client.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"})
+        made = await client.get(f"{server.url}/v1/models")
+    assert given.headers.get_list("x-request-id") == ["mine-1"]
+    assert len(made.headers["x-request-id"]) > 8
+
+
 async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         pieces = []
@@ -237,12 +290,20 @@ async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(se
                 os.kill(core_of(server.process.pid), signal.SIGKILL)
         *_, last = events("".join(pieces))
         assert last["error"]["code"] == "engine_unavailable"
+        assert last["error"]["message"].endswith("is being replaced: send the request again")
 
         def is_back() -> bool:
             body = stream_body(1, max_tokens=5)
             return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
 
         await asyncio.to_thread(until, is_back, 90)
+        await asyncio.to_thread(
+            until, lambda: "1 of 1 server replicas serve again" in server.log.read_text(), 10
+        )
+    told = re.search(r"^1 of 1 server replicas failed and .* in (\S+)$", server.log.read_text(), re.MULTILINE)
+    assert told is not None
+    causes = [path.read_text() for path in Path(told[1]).glob("replica_*llm-server*.log")]
+    assert any("engine core died cause=" in text and "replica ends cause=" in text for text in causes)
 
 
 def core_of(server_pid: int) -> int:

@@ -7,7 +7,6 @@ from engine.draft.config import DraftConfig
 from engine.draft.drafter import Drafter
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool
-from engine.kvcache.tree_scratch import NodeScratch
 from engine.model.llama import LlamaForCausalLM
 from tests.exactness.tiny import CONFIG, MAX_LEN, TAPS, VOCAB, EngineShape, runner_shape
 
@@ -40,5 +39,4 @@ def build_drafter(shape: EngineShape, target: LlamaForCausalLM) -> Drafter:
     sizes = runner_shape(shape, shape.feature_window - 1)
     kv_shape = (2, 8, torch.float32, device)
     pool = KVPool(DRAFT.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
-    scratch = NodeScratch(DRAFT.num_layers, shape.max_num_seqs, 65, *kv_shape)
-    return Drafter(head, pool, scratch, create_backend("auto", device), shape.block_size)
+    return Drafter(head, pool, create_backend("auto", device), shape.block_size)

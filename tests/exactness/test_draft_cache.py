@@ -1,6 +1,7 @@
 """The draft's pages hold pairs of true features for every committed token, however the text came to be."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from engine.draft.drafter import Drafter
 from engine.engine import Engine
+from engine.kvcache.tree_scratch import TreeScratch
 from tests.exactness.head import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
 
@@ -175,11 +177,24 @@ def test_chunks_of_every_size_leave_the_same_cache_features_and_drafts(budget):
 
 
 def fill_pages(seen: Watched, noise: float) -> None:
-    """Fill every page and the draft's scratch with noise, as if others had used them before."""
-    pools = (seen.drafter.pool, seen.engine._runner._pool)
+    """Fill every page with noise, and every scratch to come, as if others had used them before."""
     torch.manual_seed(11)
-    for pages in (*(p for pool in pools for p in (pool.k, pool.v)), *vars(seen.drafter.scratch).values()):
-        pages.copy_(torch.randn(pages.shape) * noise)
+
+    def fill(k: torch.Tensor, v: torch.Tensor) -> None:
+        for pages in (k, v):
+            pages.copy_(torch.randn(pages.shape) * noise)
+
+    def noisy_scratch(make: Callable[[int], TreeScratch]) -> Callable[[int], TreeScratch]:
+        def scratch(num_tokens: int) -> TreeScratch:
+            made = make(num_tokens)
+            fill(made.k, made.v)
+            return made
+
+        return scratch
+
+    for pool in (seen.drafter.pool, seen.engine._runner._pool):
+        fill(pool.k, pool.v)
+        pool.scratch = noisy_scratch(pool.scratch)
 
 
 def play(noise: float) -> tuple[dict[str, list[int]], list[list[list[int]]], Watched]:

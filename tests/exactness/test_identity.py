@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.batch import StepPlan
+from engine.layers.rotary import rotate_qkv
 from engine.request import Request
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
@@ -63,7 +64,8 @@ def test_plain_decoding_equals_a_dense_forward_of_the_whole_text():
     for _ in range(asked.sampling.max_tokens):
         size = len(tokens)
 
-        def attend(layer_idx, q, k, v, size=size):
+        def attend(layer_idx, qkv, angles, size=size):
+            q, k, v = rotate_qkv(qkv, angles, TARGET.config.num_kv_heads)
             k, v = (x.repeat_interleave(2, dim=1).transpose(0, 1) for x in (k, v))
             scores = q.transpose(0, 1) @ k.transpose(1, 2) * 8**-0.5
             future = torch.ones(size, size, dtype=torch.bool).triu(1)

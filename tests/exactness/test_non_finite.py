@@ -112,6 +112,24 @@ def test_a_poisoned_draft_off_the_path_changes_no_token(mode, poison):
     assert engine.stats().num_accepted > 0
 
 
+@pytest.mark.parametrize("mode", ["off", "chain-3"])
+def test_a_failing_request_leaves_a_shared_prefix_to_the_next(mode):
+    target = poisoned_target()
+    shape = EngineShape(mode=mode)
+    engine = build_engine(target, build_drafter(shape, target), shape)
+    start = tuple(range(10, 40))
+    expected = run(engine, [request_of("first", start, 1)])["first"]
+    engine.add(request_of("bad", (*start, 50, POISON), 2))
+    ends = []
+    while engine.has_work:
+        ends += [delta.finish_reason for delta in engine.step()]
+    assert ends == [FinishReason.ERROR]
+    before = engine.stats()
+    assert before.num_prefix_hit_tokens == 28, "the bad one hit the good prefix"
+    assert run(engine, [request_of("next", start, 1)])["next"] == expected
+    assert engine.stats().num_prefix_hit_tokens == before.num_prefix_hit_tokens + 28
+
+
 @pytest.mark.parametrize("num_between", [1, 2, 3])
 def test_a_failing_prompt_lends_none_of_its_blocks_while_it_is_prefilled(num_between):
     """A prompt that shares the poisoned start fails as well, where reading the blocks would hide it."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.attention.backend import AttentionBackend
 from engine.attention.registry import create_backend
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig, SpeculationConfig
@@ -71,7 +72,11 @@ class EngineShape:
 
 
 def build_engine(
-    target: LlamaForCausalLM, drafter: TreeDrafter | None, shape: EngineShape, runner_type: type = ModelRunner
+    target: LlamaForCausalLM,
+    drafter: TreeDrafter | None,
+    shape: EngineShape,
+    runner_type: type = ModelRunner,
+    backend: AttentionBackend | None = None,
 ) -> Engine:
     """Return an engine over `target` that drafts with `drafter`."""
     speculation = SpeculationConfig(
@@ -87,7 +92,7 @@ def build_engine(
         speculation=speculation,
     )
     library = TreeLibrary.search(max_depth=shape.feature_window - 1 if drafter else 0)
-    backend = create_backend("auto", target.embed_tokens.weight.device)
+    backend = backend or create_backend("auto", target.embed_tokens.weight.device)
     runner = runner_type(target, drafter, backend, runner_shape(shape, library.max_depth), (EOS,))
     facts = EngineFacts(
         model_name="tiny",

@@ -103,14 +103,34 @@ def test_the_tail_of_a_released_sequence_is_evicted_first():
     assert cache.match_prefix(make_sequence(range(17))).block_ids == tuple(block_ids[:2])
 
 
-def test_a_discarded_sequence_leaves_nothing_to_hit():
+@pytest.mark.parametrize("num_shared", [0, 4, 8, 12])
+@pytest.mark.parametrize("num_published", [0, 8, 12, 20])
+def test_a_discarded_sequence_takes_what_it_wrote_and_nothing_else_out_of_the_index(
+    num_shared, num_published
+):
+    cache = make_cache()
+    shared = cached(cache, range(num_shared + 1))[: num_shared // SIZE]
+    before = cache.pool.counts()
+    failed, holder = make_sequence(range(21)), make_sequence(range(21))
+    cache.admit(failed, 21, 0)
+    assert failed.block_ids[: num_shared // SIZE] == shared
+    cache.publish(failed, max(num_shared, num_published), NO_DRAFT)
+    cache.admit(holder, 21, 0)  # shares all that is published
+    cache.discard(failed)
+    assert cache.match_prefix(make_sequence(range(21))).block_ids == tuple(shared)
+    assert cache.pool.counts().num_held == len(holder.block_ids) == 6
+    cache.release(holder)
+    assert cache.pool.counts() == before == BlockCounts(32 - len(shared), len(shared), 0)
+    assert cached(cache, range(21))[: len(shared)] == shared
+
+
+def test_a_discarded_sequence_that_holds_nothing_changes_nothing():
     cache = make_cache()
     cached(cache, range(9))
-    sequence = make_sequence(range(9))
-    cache.admit(sequence, 9, 0)
-    cache.discard(sequence)
-    assert cache.match_prefix(make_sequence(range(9))).block_ids == ()
-    assert cache.pool.counts() == BlockCounts(32, 0, 0)
+    before = cache.pool.counts()
+    cache.discard(make_sequence(range(9)))
+    assert cache.pool.counts() == before
+    assert len(cache.match_prefix(make_sequence(range(9))).block_ids) == 2
 
 
 def test_emitted_tokens_extend_the_chain():

@@ -50,11 +50,13 @@ def test_what_is_not_finite_is_stored_as_zero(value):
 
 def test_a_commit_fills_the_same_slots_of_every_layer():
     pool, other = make_pool(), make_pool()
-    k, v = torch.randn(2, NUM_LAYERS, 3, NUM_KV_HEADS, HEAD_DIM)
-    slots = torch.tensor([17, 5, 6])
-    pool.commit(slots, k, v)
+    scratch = pool.scratch(7)
+    nodes, slots = torch.tensor([6, 0, 2]), torch.tensor([17, 5, 6])
     for layer_idx in range(NUM_LAYERS):
-        other.store(layer_idx, slots, k[layer_idx], v[layer_idx])
+        k, v = torch.randn(2, 7, NUM_KV_HEADS, HEAD_DIM)
+        scratch.k[layer_idx], scratch.v[layer_idx] = k, v
+        other.store(layer_idx, slots, k[nodes], v[nodes])
+    pool.commit(slots, scratch, nodes)
     assert torch.equal(pool.k, other.k)
     assert torch.equal(pool.v, other.v)
     assert not torch.equal(pool.k, pool.v)

@@ -1,88 +1,43 @@
-"""K/V of the step in flight: read back as stored, in the pages' dtype, and finite where it will be masked."""
+"""K/V of the step in flight: shaped and typed like the pages, seen row by row."""
 
-import pytest
 import torch
 
-from engine.kvcache.tree_scratch import NodeScratch, TreeScratch
+from engine.kvcache.kv_pool import KVPool
 
-CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
 
 
-def draw(*shape, seed=0):
-    return torch.randn(2, *shape, NUM_KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+def make_pool() -> KVPool:
+    return KVPool(NUM_LAYERS, 2, 4, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
 
 
-def test_a_store_answers_in_the_dtype_of_the_pages():
-    k, v = draw(2, 5)
-    stored_k, stored_v = TreeScratch(NUM_LAYERS, torch.bfloat16).store(0, k, v)
-    assert torch.equal(stored_k, k.bfloat16())
-    assert torch.equal(stored_v, v.bfloat16())
+def test_a_scratch_holds_every_layer_in_the_dtype_of_the_pages():
+    scratch = make_pool().scratch(6)
+    assert scratch.k.shape == scratch.v.shape == (NUM_LAYERS, 6, NUM_KV_HEADS, HEAD_DIM)
+    assert scratch.k.dtype == scratch.v.dtype == torch.bfloat16
 
 
-def test_a_path_is_gathered_from_every_layer_in_row_order():
-    scratch = TreeScratch(NUM_LAYERS, torch.float32)
-    layers = [draw(2, 5, seed=layer_idx) for layer_idx in range(NUM_LAYERS)]
-    for layer_idx, (k, v) in enumerate(layers):
-        scratch.store(layer_idx, k, v)
-    path = torch.tensor([[0, 2, 4], [0, 1, 1]])
-    for gathered, part in zip(scratch.gather(path), (0, 1), strict=True):
-        assert gathered.shape == (NUM_LAYERS, 6, NUM_KV_HEADS, HEAD_DIM)
-        for layer_idx, pair in enumerate(layers):
-            for idx, (row, node) in enumerate([(0, 0), (0, 2), (0, 4), (1, 0), (1, 1), (1, 1)]):
-                assert torch.equal(gathered[layer_idx, idx], pair[part][row, node])
+def test_a_layer_is_seen_row_by_row():
+    scratch = make_pool().scratch(6)
+    scratch.k.copy_(torch.randn(scratch.k.shape))
+    scratch.v.copy_(torch.randn(scratch.v.shape))
+    k, v = scratch.layer(2, 3)
+    assert torch.equal(k, scratch.k[2].view(3, 2, NUM_KV_HEADS, HEAD_DIM))
+    assert torch.equal(v, scratch.v[2].view(3, 2, NUM_KV_HEADS, HEAD_DIM))
 
 
-def test_the_next_pass_replaces_the_last_whatever_its_shape():
-    scratch = TreeScratch(1, torch.float32)
-    scratch.store(0, *draw(4, 8))
-    k, v = draw(1, 1, seed=1)
-    scratch.store(0, k, v)
-    found = scratch.gather(torch.zeros(1, 1, dtype=torch.int64))
-    assert torch.equal(found[0][0], k[0])
-    assert torch.equal(found[1][0], v[0])
+def test_a_cleared_scratch_holds_zeros():
+    scratch = make_pool().scratch(6)
+    scratch.k.fill_(torch.nan)
+    scratch.v.fill_(torch.nan)
+    assert scratch.zero_() is scratch
+    assert not scratch.k.any()
+    assert not scratch.v.any()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_a_pass_reads_and_what_goes_to_the_pages_is_finite(value):
-    scratch = TreeScratch(1, torch.bfloat16)
-    k, v = draw(1, 2)
-    k[0, 0, 0, 0] = v[0, 1, 1, 1] = value
-    stored_k, stored_v = scratch.store(0, k, v)
-    assert stored_k[0, 0, 0, 0] == stored_v[0, 1, 1, 1] == 0.0
-    parts = (stored_k, stored_v, *scratch.gather(torch.tensor([[0, 1]])))
-    assert all(part.isfinite().all() for part in parts)
-
-
-def make_nodes(dtype=torch.float32):
-    return NodeScratch(NUM_LAYERS, 3, 6, NUM_KV_HEADS, HEAD_DIM, dtype, CPU)
-
-
-def test_levels_fill_the_nodes_of_their_rows_and_keep_the_earlier_ones():
-    scratch = make_nodes()
-    first, second = draw(2, 1), draw(2, 2, seed=1)
-    scratch.store(1, torch.tensor([[1], [3]]), *first)
-    nodes = torch.tensor([[2, 5], [4, 0]])
-    for found, old, new in zip(scratch.store(1, nodes, *second), first, second, strict=True):
-        expected = torch.zeros(2, 6, NUM_KV_HEADS, HEAD_DIM)
-        expected[0, 1], expected[1, 3] = old[:, 0]
-        expected[0, 2], expected[0, 5] = new[0]
-        expected[1, 4], expected[1, 0] = new[1]
-        assert torch.equal(found, expected)
-
-
-def test_layers_do_not_mix():
-    scratch = make_nodes()
-    nodes = torch.tensor([[1]])
-    for layer_idx in range(NUM_LAYERS):
-        scratch.store(layer_idx, nodes, *torch.full((2, 1, 1, NUM_KV_HEADS, HEAD_DIM), float(layer_idx)))
-    k, _ = scratch.store(0, torch.tensor([[2]]), *draw(1, 1))
-    assert (k[0, 1] == 0).all()
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_nodes_stay_finite(value):
-    scratch = make_nodes(torch.bfloat16)
-    filled = torch.full((1, 1, NUM_KV_HEADS, HEAD_DIM), value, dtype=torch.bfloat16)
-    stored = scratch.store(0, torch.tensor([[3]]), filled, filled)
-    assert all(part.isfinite().all() for part in stored)
+def test_rows_of_the_pages_are_slots():
+    pool = make_pool()
+    k, v = pool.rows(1)
+    k[5], v[6] = 1.0, 2.0
+    assert (pool.k[1, 1, 1] == 1.0).all()
+    assert (pool.v[1, 1, 2] == 2.0).all()

@@ -2,6 +2,8 @@
 
 import torch
 
+from engine.layers.rotary import rotate_qkv
+
 
 def plain_norm(norm, x):
     """Return RMSNorm of x [T, size]."""
@@ -47,6 +49,11 @@ def plain_layer(layer, x, residual, positions, frequencies):
     return residual + plain_linear(layer.down_proj, gate / (1 + (-gate).exp()) * up)
 
 
-def attend_causally(layer_idx, q, k, v):
-    """An `Attend` over one sequence, for networks that are compared with the above."""
-    return plain_causal(q.double(), k.double(), v.double()).to(q.dtype)
+def attend_causally(num_kv_heads):
+    """Return an `Attend` over one sequence, for networks that are compared with the above."""
+
+    def attend(layer_idx, qkv, angles):
+        q, k, v = rotate_qkv(qkv, angles, num_kv_heads)
+        return plain_causal(q.double(), k.double(), v.double()).to(qkv.dtype)
+
+    return attend

@@ -7,18 +7,21 @@ from torch import nn
 
 from engine.draft.head import DraftHead
 from engine.layers.linear import PackedLinear, can_pack, pack_linears
+from engine.layers.rotary import rotate_qkv
 from engine.model.config import ModelConfig
 from engine.runner.worker import load_target
 from tests.draft.tiny_head import make_draft_config
 from tests.model.paged_model import CPU, TINY, save_tiny_llama
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+NUM_KV_HEADS = TINY["num_key_value_heads"]
 PACKABLE = [dtype for dtype in TOLERANCE if can_pack(CPU, dtype)]
 
 
-def alone(layer_idx, q, k, v):
+def alone(layer_idx, qkv, angles):
     """Attend to nothing but the token itself: its answer is its own value."""
-    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    v = rotate_qkv(qkv, angles, NUM_KV_HEADS)[2]
+    return v.repeat_interleave(qkv.shape[1] // NUM_KV_HEADS - 2, dim=1)
 
 
 @pytest.mark.parametrize("dtype", PACKABLE, ids=str)

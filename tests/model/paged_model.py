@@ -8,6 +8,7 @@ import transformers
 
 from engine.attention.backend import AttentionLayout
 from engine.kvcache.kv_pool import KVPool, slots_of
+from engine.layers.rotary import rotate_qkv
 from engine.model.config import ModelConfig
 from engine.runner.worker import load_target
 
@@ -91,7 +92,8 @@ class PagedModel:
         layout = AttentionLayout(table, window, window + prefix_len, suffix_mask[None])
         attend_pages = self.backend.bind(layout, self.block_size)
 
-        def attend(layer_idx, q, k, v):
+        def attend(layer_idx, qkv, angles):
+            q, k, v = rotate_qkv(qkv, angles, self.pool.num_kv_heads)
             if slots is not None:
                 self.pool.store(layer_idx, slots, k, v)
             pages = self.pool.k[layer_idx], self.pool.v[layer_idx]

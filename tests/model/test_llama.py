@@ -10,6 +10,7 @@ from engine.weights.cache import cache_folder
 
 transformers = pytest.importorskip("transformers")
 
+from tests.layers.counted_ops import CountedOps  # noqa: E402
 from tests.model.paged_model import LLAMA3_ROPE, PagedModel, save_tiny_llama  # noqa: E402
 
 NUM_POSITIONS = 512
@@ -148,3 +149,16 @@ def test_every_path_of_a_tree_equals_the_same_tokens_in_line(llama_3_1, tree):
         path = [i for i in range(node + 1) if topology.ancestor_bits[node] >> i & 1]
         expected = logits_of(network, torch.cat((prompt, drafts[path])))[-1]
         torch.testing.assert_close(logits[node], expected, atol=1e-3, rtol=0)
+
+
+def test_it_runs_on_the_ops_it_is_told_to_use(tmp_path):
+    save_tiny_llama(tmp_path)
+    model = PagedModel(tmp_path, CpuAttention(), num_positions=32, taps=(1, 3))
+    token_ids = torch.arange(9)
+    expected = model.run(token_ids, 0)
+    ops = CountedOps()
+    model.target.use(ops)
+    assert all(
+        torch.equal(found, right) for found, right in zip(model.run(token_ids, 0), expected, strict=True)
+    )
+    assert ops.counts == {"norm": 1, "add_norm": 6, "silu_mul": 3}

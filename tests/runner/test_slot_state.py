@@ -1,5 +1,7 @@
 """Device state against a plain model of it: what a window holds, what a commit moves, what stays behind."""
 
+import functools
+import operator
 import random
 from dataclasses import dataclass, field
 
@@ -10,7 +12,7 @@ from engine.batch import Admission, BlockGrowth, PrefillChunk
 from engine.request import SamplingParams
 from engine.runner.slot_state import SlotState
 from engine.sampling.warp import warp
-from engine.speculation import Verification
+from engine.speculation import SamplingFlags, Verification
 
 VOCAB, WINDOW, FEATURES, EOS = 31, 6, 3, (5, 6)
 NEUTRAL = SamplingParams()
@@ -102,7 +104,7 @@ class Walk:
     def admit(self, slot: int) -> None:
         size = self.rng.choice([1, 2, 5, WINDOW, WINDOW + 1, 20])
         tokens = [self.rng.randrange(VOCAB) for _ in range(size)]
-        self.state.admit(admission(slot, tuple(tokens)), EOS)
+        self.state.admit([admission(slot, tuple(tokens))], EOS)
         start = 0
         while start < size - 1:
             end = min(size - 1, start + self.rng.randint(1, 9))
@@ -174,7 +176,7 @@ def test_windows_hold_the_true_pairs_after_any_steps(seed):
 def test_a_prefix_hit_runs_its_last_token_again_without_storing_it():
     state = make_state()
     tokens = tuple(range(10, 20))
-    state.admit(admission(1, tokens, draft_start=4), EOS)
+    state.admit([admission(1, tokens, draft_start=4)], EOS)
     chunk = PrefillChunk(1, 7, tokens[7:9], tokens[9], store_from=8)
     window = state.prompt_window(chunk, torch.tensor(tokens[7:]), features(1, range(7, 9)), 4)
     assert window.positions.tolist() == [[7, 8, 9]]
@@ -184,7 +186,9 @@ def test_a_prefix_hit_runs_its_last_token_again_without_storing_it():
 
 
 def warped(state: SlotState, slots: list[int], params: list[SamplingParams], logits: torch.Tensor):
-    sampling = state.sampling(torch.tensor(slots), params)
+    sampling = state.sampling(
+        torch.tensor(slots), functools.reduce(operator.or_, map(SamplingFlags.of, params))
+    )
     return warp(logits, sampling, sampling.output_counts, state.seq_len[slots] + 1), sampling
 
 
@@ -192,14 +196,14 @@ def warped(state: SlotState, slots: list[int], params: list[SamplingParams], log
 def test_a_new_owner_of_a_slot_inherits_nothing(sampling):
     """Beside a row that asks for everything, so that every table is read for both."""
     used, fresh = make_state(), make_state()
-    used.admit(admission(1, (1, 2, 3), EVERYTHING, seed=9, draft_start=2), EOS)
-    used.grow(BlockGrowth(1, 0, (3, 4, 5)))
+    used.admit([admission(1, (1, 2, 3), EVERYTHING, seed=9, draft_start=2)], EOS)
+    used.grow([BlockGrowth(1, 0, (3, 4, 5))])
     for _ in range(5):
         emit(used, [1], [[4, 4, 11]], is_penalized=True)
     for state in (used, fresh):
-        state.admit(admission(1, (12, 13), sampling, seed=4), EOS)
-        state.admit(admission(2, (1, 2), EVERYTHING), EOS)
-        state.grow(BlockGrowth(1, 0, (6,)))
+        state.admit([admission(1, (12, 13), sampling, seed=4)], EOS)
+        state.admit([admission(2, (1, 2), EVERYTHING)], EOS)
+        state.grow([BlockGrowth(1, 0, (6,))])
         emit(state, [1, 2], [[14, 15], [3]], is_penalized=True)
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     params = [sampling, EVERYTHING]
@@ -219,10 +223,10 @@ def test_a_new_owner_of_a_slot_inherits_nothing(sampling):
 
 def test_counts_after_a_preemption_are_those_before_it():
     through, resumed = make_state(), make_state()
-    through.admit(admission(1, (1, 2, 3), EVERYTHING), EOS)
+    through.admit([admission(1, (1, 2, 3), EVERYTHING)], EOS)
     for tokens in ([4, 4], [9], [4, 3, 1]):
         emit(through, [1], [tokens], is_penalized=True)
-    resumed.admit(admission(1, (1, 2, 3, 4, 4, 9, 4, 3, 1), EVERYTHING, num_prompt=3), EOS)
+    resumed.admit([admission(1, (1, 2, 3, 4, 4, 9, 4, 3, 1), EVERYTHING, num_prompt=3)], EOS)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
     (found, sampling), (expected, _) = (warped(s, [1], [EVERYTHING], logits) for s in (resumed, through))
     assert sampling.output_counts[0, 4] == 3
@@ -233,7 +237,7 @@ def test_counts_after_a_preemption_are_those_before_it():
 def test_stops_are_masked_up_to_the_minimum_of_outputs(ignore_eos):
     state = make_state()
     params = SamplingParams(min_tokens=3, stop_token_ids=(5, 8), ignore_eos=ignore_eos)
-    state.admit(admission(1, (1, 2), params), EOS)
+    state.admit([admission(1, (1, 2), params)], EOS)
     masked = []
     for _ in range(5):
         found, _ = warped(state, [1], [params], torch.zeros(1, VOCAB))
@@ -244,9 +248,9 @@ def test_stops_are_masked_up_to_the_minimum_of_outputs(ignore_eos):
 
 def test_a_row_that_asks_for_nothing_costs_nothing():
     state = make_state()
-    state.admit(admission(1, (1, 2)), EOS)
+    state.admit([admission(1, (1, 2))], EOS)
     greedy = SamplingParams(temperature=0.0, top_p=0.5)
-    sampling = state.sampling(torch.tensor([1]), [greedy])
+    sampling = state.sampling(torch.tensor([1]), SamplingFlags.of(greedy))
     flags = ("is_sampled", "is_truncated", "is_penalized", "is_biased", "has_min_tokens")
     assert not any(getattr(sampling, name) for name in flags)
     assert sampling.output_counts.shape == (1, 0)
@@ -254,8 +258,8 @@ def test_a_row_that_asks_for_nothing_costs_nothing():
 
 def test_blocks_are_appended_to_the_table_of_one_slot():
     state = make_state()
-    state.admit(admission(2, (1, 2)), EOS)
-    state.grow(BlockGrowth(2, 0, (4, 9)))
-    state.grow(BlockGrowth(2, 2, (1,)))
+    state.admit([admission(2, (1, 2))], EOS)
+    state.grow([BlockGrowth(2, 0, (4, 9))])
+    state.grow([BlockGrowth(2, 2, (1,))])
     assert state.block_tables[2].tolist() == [4, 9, 1, 0, 0, 0, 0, 0]
     assert not state.block_tables[[0, 1, 3]].any()

@@ -1,4 +1,5 @@
 import dataclasses
+import random
 
 import pytest
 
@@ -16,6 +17,45 @@ def num_tokens_of(plan) -> int:
     return sum(len(chunk.token_ids) for chunk in plan.chunks) + sum(
         row.topology.num_nodes for row in plan.rows
     )
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["late", "prompt"])
+@pytest.mark.parametrize(("max_batched_tokens", "max_num_seqs"), [(5, 4), (48, 4), (20, 12), (400, 12)])
+def test_the_next_load_counts_whom_the_next_step_admits(is_late, max_batched_tokens, max_num_seqs):
+    simulation = Simulation(
+        num_blocks=600,
+        is_late=is_late,
+        cache=False,
+        max_batched_tokens=max_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_waiting=1000,
+    )
+    scheduler, rng = simulation.scheduler, random.Random(0)
+    num_admitted = 0
+    for idx in range(1500):
+        for burst in range(rng.choice([0, 0, 0, 1, 6]) if idx < 60 else 0):
+            simulation.add(f"{idx}-{burst}", [burst] * rng.randint(1, 30), max_tokens=rng.randint(1, 20))
+        load, before = scheduler.next_load(), scheduler.load()
+        assert load.num_running + load.num_waiting == before.num_running + before.num_waiting
+        plan = scheduler.schedule(LIBRARY.get("off"))
+        assert scheduler.load().num_running == load.num_running
+        if plan is not None:
+            num_admitted += len(plan.admissions)
+            simulation.pending.append(simulation.device.run(plan))
+        if len(simulation.pending) > (is_late and plan is not None):
+            simulation.commit()
+    assert num_admitted == len(simulation.sequences) > 60
+
+
+def test_the_next_load_leaves_out_whom_no_blocks_are_left_for():
+    simulation = Simulation(num_blocks=11, block_size=4, max_num_seqs=4)
+    simulation.add("first", [1] * 24, max_tokens=10)
+    simulation.add("second", [2] * 24, max_tokens=10)
+    simulation.add("third", [3], max_tokens=10)
+    assert simulation.scheduler.next_load().num_running == 1
+    simulation.step()
+    assert simulation.scheduler.next_load().num_running == simulation.scheduler.load().num_running == 1
+    simulation.run()
 
 
 @pytest.mark.parametrize("max_batched_tokens", [1, 4])

@@ -2,15 +2,19 @@
 
 import torch
 
+from engine.layers.rotary import rotate_qkv
+
 
 class CachedAttention:
     """One sequence's K/V per layer as growing lists; `mark` and `cut` drop what a draft appended."""
 
-    def __init__(self, num_layers):
+    def __init__(self, num_layers, num_kv_heads):
+        self.num_kv_heads = num_kv_heads
         self.keys = [[] for _ in range(num_layers)]
         self.values = [[] for _ in range(num_layers)]
 
-    def attend(self, layer_idx, q, k, v):
+    def attend(self, layer_idx, qkv, angles):
+        q, k, v = rotate_qkv(qkv, angles, self.num_kv_heads)
         self.keys[layer_idx].append(k[0])
         self.values[layer_idx].append(v[0])
         keys, values = torch.stack(self.keys[layer_idx]), torch.stack(self.values[layer_idx])
@@ -31,7 +35,7 @@ class CachedAttention:
 
 def target_outputs(target, token_ids):
     """Return (features [n, F], logits [n, V]) of one sequence, one token at a time."""
-    cache = CachedAttention(len(target.layers))
+    cache = CachedAttention(len(target.layers), target.config.num_kv_heads)
     outputs = [
         target(torch.tensor([token]), torch.tensor([position]), cache.attend)
         for position, token in enumerate(token_ids)
@@ -46,7 +50,7 @@ class StepwiseDraft:
     def __init__(self, head, features):
         self.head = head
         self.features = torch.cat((torch.zeros(1, features.shape[1]), features))
-        self.cache = CachedAttention(len(head.layers))
+        self.cache = CachedAttention(len(head.layers), head.config.num_kv_heads)
         self.position = -1
 
     def commit(self, token):

@@ -17,7 +17,8 @@ def test_unroll_equals_stepwise_drafting(lengths, num_layers):
     head = tiny_head(target, num_layers)
     data = conversations(lengths)
     tokens = flat_tokens(data)
-    features = target(tokens.token_ids, tokens.positions, attend_documents(tokens.documents)).features
+    attend = attend_documents(tokens.documents, target.config.num_kv_heads)
+    features = target(tokens.token_ids, tokens.positions, attend).features
     unrolled = torch.stack(list(unroll(head, tokens, features, NUM_STEPS)))
     start = 0
     for token_ids, _ in data:
@@ -42,7 +43,8 @@ def test_a_document_does_not_see_its_neighbours():
     outputs = []
     for data in (alone, packed):
         tokens = flat_tokens(data)
-        features = target(tokens.token_ids, tokens.positions, attend_documents(tokens.documents)).features
+        attend = attend_documents(tokens.documents, target.config.num_kv_heads)
+        features = target(tokens.token_ids, tokens.positions, attend).features
         outputs.append(torch.stack([hidden[:5] for hidden in unroll(head, tokens, features, 3)]))
     torch.testing.assert_close(outputs[0], outputs[1])
 

@@ -1,0 +1,171 @@
+"""Root-mean-square normalisation with its neighbours: one program per token, the row in registers.
+
+Numbers are rounded where torch's fused norm rounds them: float32 inside, once at the end. Choosing these
+kernels is left to `layers/triton_ops`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
+    """Return x [T, H] scaled to unit root mean square, times weight [H].
+
+    With `overlap` (compute capability 9 and up) the launch does not wait for the kernel before it: the weight
+    is read meanwhile, x only after.
+    """
+    num_tokens, size = x.shape
+    out = x.new_empty(num_tokens, size)
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(num_tokens,)](
+        _rows(x),
+        weight,
+        out,
+        x.stride(0),
+        size,
+        eps,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=_num_warps(block),
+        launch_pdl=overlap,
+    )
+    return out
+
+
+def add_rms_norm(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return (normed, total), both [T, H]: total = residual + delta, rounded, and its `rms_norm`."""
+    num_tokens, size = residual.shape
+    total, normed = residual.new_empty(num_tokens, size), residual.new_empty(num_tokens, size)
+    block = triton.next_power_of_2(size)
+    _add_rms_norm_kernel[(num_tokens,)](
+        _rows(delta),
+        _rows(residual),
+        weight,
+        normed,
+        total,
+        delta.stride(0),
+        residual.stride(0),
+        size,
+        eps,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=_num_warps(block),
+        launch_pdl=overlap,
+    )
+    return normed, total
+
+
+def rms_norm_pair(
+    a: Tensor, weight_a: Tensor, b: Tensor, weight_b: Tensor, eps: float, *, overlap: bool = False
+) -> Tensor:
+    """Return the `rms_norm`s of a and b [T, H] side by side, [T, 2 * H]."""
+    num_tokens, size = a.shape
+    out = a.new_empty(num_tokens, 2 * size)
+    block = triton.next_power_of_2(size)
+    _rms_norm_pair_kernel[(num_tokens, 2)](
+        _rows(a),
+        weight_a,
+        _rows(b),
+        weight_b,
+        out,
+        a.stride(0),
+        b.stride(0),
+        size,
+        eps,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=_num_warps(block),
+        launch_pdl=overlap,
+    )
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    assert x.stride(-1) == 1, f"rows must be contiguous, found strides {x.stride()}"
+    return x
+
+
+def _num_warps(block: int) -> int:
+    """Return the warps that keep a row in few registers: 16 elements a lane, where the chip has so many."""
+    return min(max(block // 512, 4), 16)
+
+
+@triton.jit
+def _scaled(x, weight, size, eps):
+    """Return the norm of x [BLOCK] float32, zero beyond `size`."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
+
+
+@triton.jit
+def _norm_row(x_ptr, weight_ptr, out_ptr, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Normalise one row of `size` elements."""
+    column = tl.arange(0, BLOCK)
+    is_column = column < size
+    weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    normed = _scaled(x, weight, size, eps)
+    tl.store(out_ptr + column, normed.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    _norm_row(x_ptr + row * x_stride, weight_ptr, out_ptr + row * size, size, eps, BLOCK, OVERLAP)
+
+
+@triton.jit
+def _rms_norm_pair_kernel(
+    a_ptr,
+    weight_a_ptr,
+    b_ptr,
+    weight_b_ptr,
+    out_ptr,
+    a_stride,
+    b_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    out_row = out_ptr + row * 2 * size
+    # Two branches rather than two pointers: a chosen pointer would lose its alignment.
+    if tl.program_id(1) == 0:
+        _norm_row(a_ptr + row * a_stride, weight_a_ptr, out_row, size, eps, BLOCK, OVERLAP)
+    else:
+        _norm_row(b_ptr + row * b_stride, weight_b_ptr, out_row + size, size, eps, BLOCK, OVERLAP)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    delta_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    total_ptr,
+    delta_stride,
+    residual_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_column = column < size
+    weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    delta = tl.load(delta_ptr + row * delta_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_column, other=0.0)
+    total = (residual.to(tl.float32) + delta).to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + row * size + column, total, mask=is_column)
+    normed = _scaled(total.to(tl.float32), weight, size, eps)
+    tl.store(normed_ptr + row * size + column, normed.to(normed_ptr.dtype.element_ty), mask=is_column)

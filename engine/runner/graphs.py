@@ -1,0 +1,175 @@
+"""Decode steps as captured CUDA graphs, one set of three per (rows, tree shape), replayed with new slots.
+
+Topology, lengths, tables and parameters are device data, so one set serves every batch that fits its sizes;
+padding rows are the dummy slot. What a step computes is left to `decode_step`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.batch import DUMMY_SLOT
+from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
+from engine.speculation import DraftOutput, SamplingFlags, TreeShape, TreeTensors, upload
+from engine.tree.topology import TreeTopology
+
+# Sampling work that is captured: plain argmax, noise, and noise with truncation. Rarer needs run uncaptured.
+CAPTURED_FLAGS = (
+    SamplingFlags(),
+    SamplingFlags(is_sampled=True),
+    SamplingFlags(is_sampled=True, is_truncated=True),
+)
+R = TypeVar("R")
+
+
+def row_bucket(num_rows: int) -> int:
+    """Return the captured batch size that `num_rows` are padded to: 1, 2, 4, then multiples of 8, of 16 from
+    64 and of 32 from 128, so that padding costs at most a quarter.
+    """
+    if num_rows <= 4:
+        return 1 << (num_rows - 1).bit_length()
+    step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
+    return -(-num_rows // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded(Generic[R]):
+    """A graph and what it writes, held here since a graph keeps no tensor alive."""
+
+    graph: torch.cuda.CUDAGraph
+    output: R
+
+
+@dataclass(slots=True)
+class _StepSet:
+    """The graphs of one (rows, shape). The draft has one for each align width, all writing `draft`; the
+    commit has one for each set of flags.
+    """
+
+    tree: TreeTensors
+    topologies: tuple[TreeTopology, ...]
+    draft: DraftOutput
+    drafts: dict[int, _Recorded[None]]
+    target: _Recorded[NodeOutput]
+    commits: dict[SamplingFlags, _Recorded[Tensor]]
+
+
+class StepGraphs:
+    """Captures decode steps and replays them.
+
+    `window` is the most positions a draft can catch up with in one step.
+    """
+
+    def __init__(
+        self, step: DecodeStep, max_rows: int, table_width: int, window: int, device: torch.device
+    ) -> None:
+        self._step, self._table_width, self._window, self._device = step, table_width, window, device
+        self._slots = torch.full((row_bucket(max_rows),), DUMMY_SLOT, dtype=torch.int64, device=device)
+        self._sets: dict[tuple[int, TreeShape], _StepSet] = {}
+        self._memory_pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.num_graphs = 0
+        self.num_replays = 0
+
+    @torch.inference_mode()
+    def capture(self, topology: TreeTopology, num_rows: int) -> None:
+        """Capture the steps of up to `num_rows` rows, of which `topology` is the widest tree. Nothing is
+        captured twice.
+        """
+        bucket, shape = row_bucket(num_rows), TreeShape.of((topology,))
+        if (bucket, shape) in self._sets:
+            return
+        self._slots.fill_(DUMMY_SLOT)
+        topologies = (topology,) * bucket
+        tree = TreeTensors.padded(topologies, shape, self._device)
+        token_ids = torch.zeros(bucket, shape.num_nodes, dtype=torch.int64, device=self._device)
+        draft = DraftOutput(token_ids)
+        widths = {min(shape.depth + 1, self._window), self._window if shape.depth else 1}
+        drafts = {width: self._record_draft(draft, tree, width) for width in sorted(widths)}
+        batch = self._batch(tree, 1, SamplingFlags())
+        target = self._record(lambda: self._step.run_target(batch, draft))
+        commits = {flags: self._record_commit(draft, tree, flags, target.output) for flags in CAPTURED_FLAGS}
+        self._sets[bucket, shape] = _StepSet(tree, topologies, draft, drafts, target, commits)
+
+    def replay(
+        self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags
+    ) -> Tensor | None:
+        """Enqueue one step and return what `DecodeStep.commit` does, for these rows; None where nothing that
+        was captured fits.
+
+        `num_pending` bounds the positions of any row whose draft K/V is missing.
+        """
+        found = self._find(len(slots), topologies)
+        if found is None or flags not in found.commits:
+            return None
+        self._set_tree(found, tuple(topologies))
+        bucket = found.tree.num_rows
+        padded = [*slots, *[DUMMY_SLOT] * (bucket - len(slots))]
+        self._slots[:bucket].copy_(upload(padded, torch.int64, self._device))
+        width = next((width for width in found.drafts if width >= num_pending), self._window)
+        found.drafts[width if found.tree.depth else 1].graph.replay()
+        found.target.graph.replay()
+        self.num_replays += 1
+        commit = found.commits[flags]
+        commit.graph.replay()
+        return commit.output[: len(slots)]
+
+    def _find(self, num_rows: int, topologies: Sequence[TreeTopology]) -> _StepSet | None:
+        """Return the smallest set that holds the rows and covers their trees."""
+        bucket = row_bucket(num_rows)
+        # By identity first: to hash a tree for every row of every step would cost more than the search.
+        trees = {id(tree): tree for tree in topologies}
+        shape = TreeShape.of(trees.values())
+        if (bucket, shape) in self._sets:
+            return self._sets[bucket, shape]
+        fitting = [key for key in self._sets if key[0] == bucket and key[1].covers(shape)]
+        return self._sets[min(fitting, key=lambda key: key[1].num_nodes)] if fitting else None
+
+    def _set_tree(self, found: _StepSet, topologies: tuple[TreeTopology, ...]) -> None:
+        topologies += (topologies[0],) * (found.tree.num_rows - len(topologies))
+        if topologies != found.topologies:
+            found.tree.copy_(TreeTensors.padded(topologies, found.tree.shape, self._device))
+            found.topologies = topologies
+
+    def _record_draft(self, draft: DraftOutput, tree: TreeTensors, width: int) -> _Recorded[None]:
+        batch = self._batch(tree, width, SamplingFlags())
+
+        def run() -> None:
+            draft.token_ids.copy_(self._step.draft(batch).token_ids)
+
+        return self._record(run)
+
+    def _record_commit(
+        self, draft: DraftOutput, tree: TreeTensors, flags: SamplingFlags, output: NodeOutput
+    ) -> _Recorded[Tensor]:
+        batch = self._batch(tree, 1, flags)
+        return self._record(lambda: self._step.commit(batch, draft, output))
+
+    def _batch(self, tree: TreeTensors, width: int, flags: SamplingFlags) -> DecodeBatch:
+        return DecodeBatch(
+            slots=self._slots[: tree.num_rows],
+            tree=tree,
+            flags=flags,
+            align_width=width,
+            num_read_blocks=self._table_width,
+            num_blocks=self._table_width,
+        )
+
+    def _record(self, run: Callable[[], R]) -> _Recorded[R]:
+        """Run once on dummy rows, so that kernels are compiled and libraries have their workspaces, then
+        capture.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._memory_pool)
+            output = run()
+            graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self.num_graphs += 1
+        return _Recorded(graph, output)

@@ -1,0 +1,90 @@
+"""Captured steps emit what uncaptured ones do: law 1 again, with every decode step a replay."""
+
+import pytest
+import torch
+
+from engine.attention.reference import ReferenceAttention
+from tests.exactness.head import build_drafter
+from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
+
+pytestmark = pytest.mark.gpu
+SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8}, "truncated": {"temperature": 0.8, "top_p": 0.9}}
+
+
+class CapturableReference(ReferenceAttention):
+    """The reference reads no length on the host: full tables make it slow, not wrong."""
+
+    is_capturable = True
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def requests(sampling, trees=("auto",), num=9):
+    return [
+        request_of(
+            f"r{idx}",
+            prompt,
+            100 + idx,
+            speculation=trees[idx % len(trees)],
+            max_tokens=40,
+            **SAMPLINGS[sampling],
+        )
+        for idx, prompt in enumerate(prompts(num))
+    ]
+
+
+def captured_engine(shape: EngineShape, target):
+    drafter = build_drafter(shape, target)
+    engine = build_engine(target, drafter, shape, backend=CapturableReference())
+    engine.prepare()
+    return engine
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("mode", ["off", "chain-3", "tree-8", "tree-64"])
+def test_every_replayed_step_emits_the_tokens_of_plain_decoding(mode, sampling):
+    target = build_target().cuda()
+    plain = run(build_engine(target, None, EngineShape()), requests(sampling))
+    engine = captured_engine(EngineShape(mode=mode), target)
+    assert run(engine, requests(sampling)) == plain
+    graphs = engine._runner._graphs
+    assert graphs.num_replays == engine.stats().num_steps
+    assert (engine.stats().num_drafted > 0) == (mode != "off")
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_rows_with_trees_of_their_own_share_a_replay(sampling):
+    target = build_target().cuda()
+    trees = ("off", "auto", "chain-2")
+    plain = run(build_engine(target, None, EngineShape()), requests(sampling))
+    engine = captured_engine(EngineShape(mode="tree-64"), target)
+    assert run(engine, requests(sampling, trees)) == plain
+    graphs = engine._runner._graphs
+    assert graphs.num_replays > 0
+    assert {"off", "tree-64", "chain-2"} <= {name for name, _ in engine.stats().steps_by_tree}
+
+
+def test_preempted_rows_go_on_in_replays():
+    target = build_target().cuda()
+    plain = run(build_engine(target, None, EngineShape()), requests("seeded"))
+    engine = captured_engine(EngineShape(mode="tree-8", num_blocks=60), target)
+    assert run(engine, requests("seeded")) == plain
+    assert engine.stats().num_preemptions > 0
+
+
+def test_penalties_which_are_not_captured_run_beside_replays():
+    target = build_target().cuda()
+    asked = [
+        *requests("seeded", num=2),
+        request_of("p", prompts(1)[0], 7, presence_penalty=1.5, max_tokens=9),
+    ]
+    plain = run(build_engine(target, None, EngineShape()), asked)
+    engine = captured_engine(EngineShape(mode="chain-3"), target)
+    assert run(engine, asked) == plain
+    assert 0 < engine._runner._graphs.num_replays < engine.stats().num_steps
