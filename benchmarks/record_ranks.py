@@ -41,7 +41,7 @@ def main() -> None:
     record = {
         "model": "SmolLM2-135M-Instruct",
         "about": "rank of token i + d after the draft read up to i + d - 1, one digit per depth d; 8 is none",
-        "answers": ["".join(map(str, row)) for answer in ranks for row in [sum(answer, [])]],
+        "answers": ["".join(str(rank) for row in answer for rank in row) for answer in ranks],
         "depth": DEPTH,
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

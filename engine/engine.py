@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from engine.batch import Load, RowStats, SequenceDelta, StepPlan, StepStats
+from engine.batch import DecodeRow, Load, RowResult, RowStats, SequenceDelta, StepPlan, StepStats
 from engine.config import EngineConfig
 from engine.counters import Counters
 from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
@@ -166,10 +166,7 @@ class Engine:
     def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
         result = flight.handle.collect()
         deltas = self._scheduler.commit(result)
-        rows = tuple(
-            RowStats(row.topology, len(answer.token_ids) - 1)
-            for row, answer in zip(flight.plan.rows, result.rows, strict=True)
-        )
+        rows = tuple(map(_row_stats, flight.plan.rows, result.rows))
         num_prefill = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
         stats = StepStats(flight.plan.step_idx, flight.load, rows, num_prefill, result.seconds)
         self._dispatcher.observe(stats)
@@ -208,6 +205,18 @@ def assemble_engine(
     scheduler = Scheduler(scheduler_config, kv_cache, library)
     return Engine(
         runner, kv_cache, scheduler, StaticDispatcher(config.speculation, library), facts, config.seed
+    )
+
+
+def _row_stats(row: DecodeRow, answer: RowResult) -> RowStats:
+    ranks = row.topology.ranks
+    return RowStats(
+        topology=row.topology,
+        num_accepted=len(answer.token_ids) - 1,
+        path_ranks=tuple([ranks[node] for node in answer.path]),
+        next_rank=answer.next_rank,
+        kind=row.kind,
+        sequence_idx=row.sequence_idx,
     )
 
 

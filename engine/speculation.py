@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.batch import NUM_RANKS
 from engine.request import SamplingParams
 from engine.tree.topology import TreeTopology
 
@@ -153,10 +154,24 @@ def _signed(bits: int) -> int:
 class DraftOutput:
     """Drafted tokens of one step. token_ids: [B, N] int64 over the target's vocabulary; column 0 is the root,
     padding is -1. probs: [B, N, V] float32, the draft's distribution q *at* each node (rows of leaves are
-    unread), present only where children were sampled without replacement in rank order."""
+    unread), present only where children were sampled without replacement in rank order. children: [B, N, R]
+    int64, the draft's best R = NUM_RANKS tokens at each node where it ran, else -1; the tree uses the first
+    few."""
 
     token_ids: Tensor
     probs: Tensor | None = None
+    children: Tensor | None = None
+
+    def ranks_at(self, nodes: Tensor, token_ids: Tensor) -> Tensor:
+        """Return [B] int64, the ranks of token_ids [B] at nodes [B]: NUM_RANKS for none of the first ranks,
+        -1 where the draft did not run.
+        """
+        if self.children is None:
+            return torch.full_like(token_ids, -1)
+        best = self.children[torch.arange(len(nodes), device=nodes.device), nodes]
+        is_rank = best == token_ids[:, None]
+        ranks = torch.where(is_rank.any(1), is_rank.int().argmax(1), NUM_RANKS)
+        return torch.where(best[:, 0] < 0, -1, ranks)
 
 
 @dataclass(frozen=True, slots=True)

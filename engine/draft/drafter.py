@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout
+from engine.batch import NUM_RANKS
 from engine.config import DraftMode
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool, slots_of
@@ -150,8 +151,12 @@ class _Expansion:
         self._scratch = drafter.pool.scratch(num_rows * (num_nodes + 1)).zero_()
         self._tokens = torch.full((num_rows, num_nodes + 1), -1, dtype=torch.int64, device=device)
         self._tokens[:, 0] = window.token_ids[:, -1]
-        self._children = torch.zeros(
-            num_rows, num_nodes + 1, tree.max_rank + 1, dtype=torch.int64, device=device
+        # Drafted greedily, more ranks than the tree has children cost nothing, and tell what wider trees
+        # would bring.
+        num_ranks = tree.max_rank + 1 if mode == "sampled" else max(tree.max_rank + 1, NUM_RANKS)
+        num_ranks = min(num_ranks, drafter.head.target_ids.shape[0])
+        self._children = torch.full(
+            (num_rows, num_nodes + 1, num_ranks), -1, dtype=torch.int64, device=device
         )
         hidden_size, dtype = drafter.head.config.hidden_size, drafter.head.embed_rows.dtype
         self._features = torch.zeros(num_rows, num_nodes + 1, hidden_size, dtype=dtype, device=device)
@@ -206,8 +211,11 @@ class _Expansion:
     def output(self) -> DraftOutput:
         """Return the finished trees, padding column dropped."""
         num_nodes = self._tree.num_nodes
-        probs = None if self._probs is None else self._probs[:, :num_nodes]
-        return DraftOutput(self._tokens[:, :num_nodes], probs)
+        if self._probs is not None:
+            return DraftOutput(self._tokens[:, :num_nodes], self._probs[:, :num_nodes])
+        children = self._children[:, :num_nodes, :NUM_RANKS]
+        children = F.pad(children, (0, NUM_RANKS - children.shape[2]), value=-1)
+        return DraftOutput(self._tokens[:, :num_nodes], children=children)
 
     def _sample(self, nodes: Tensor, logits: Tensor, depth: int) -> Tensor:
         """Draw children without replacement from q = softmax(logits / T) and keep q; return draft ids [B, W,

@@ -106,8 +106,8 @@ class DecodeStep:
     def commit(self, batch: DecodeBatch, draft: DraftOutput, output: NodeOutput) -> Tensor:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
 
-        Returns [B, D + 2] int64: what each row emitted, padded with -1, and last whether its logits were
-        finite.
+        Returns [B, 2 D + 4] int64: what each row emitted, D + 1 columns padded with -1; its path, as many;
+        the draft's rank of its last token; and whether its logits were finite.
         """
         slots, state = batch.slots, self._state
         root_positions = state.seq_len[slots]
@@ -123,4 +123,6 @@ class DecodeStep:
             pool_slots.flatten(), output.scratch, (rows * batch.tree.num_nodes + path).flatten()
         )
         state.commit(slots, verification, output.features[rows, path], sampling.is_penalized)
-        return torch.cat((verification.token_ids, verification.is_finite[:, None].long()), dim=1)
+        last = path.gather(1, verification.num_accepted[:, None])[:, 0]
+        columns = (draft.ranks_at(last, verification.next_token), verification.is_finite.long())
+        return torch.cat((verification.token_ids, path, torch.stack(columns, dim=1)), dim=1)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.batch import DUMMY_SLOT
+from engine.batch import DUMMY_SLOT, NUM_RANKS
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
 from engine.speculation import DraftOutput, SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
@@ -86,7 +86,8 @@ class StepGraphs:
         topologies = (topology,) * bucket
         tree = TreeTensors.padded(topologies, shape, self._device)
         token_ids = torch.zeros(bucket, shape.num_nodes, dtype=torch.int64, device=self._device)
-        draft = DraftOutput(token_ids)
+        children = torch.full((bucket, shape.num_nodes, NUM_RANKS), -1, device=self._device)
+        draft = DraftOutput(token_ids, children=children)
         widths = {min(shape.depth + 1, self._window), self._window if shape.depth else 1}
         drafts = {width: self._record_draft(draft, tree, width) for width in sorted(widths)}
         batch = self._batch(tree, 1, SamplingFlags())
@@ -138,7 +139,10 @@ class StepGraphs:
         batch = self._batch(tree, width, SamplingFlags())
 
         def run() -> None:
-            draft.token_ids.copy_(self._step.draft(batch).token_ids)
+            drafted = self._step.draft(batch)
+            draft.token_ids.copy_(drafted.token_ids)
+            if draft.children is not None and drafted.children is not None:
+                draft.children.copy_(drafted.children)
 
         return self._record(run)
 

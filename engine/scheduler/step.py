@@ -5,7 +5,7 @@ What goes into a step, and in which order, is left to the scheduler.
 
 from dataclasses import dataclass
 
-from engine.batch import Admission, BlockGrowth, DecodeRow, PrefillChunk, StepPlan
+from engine.batch import Admission, BlockGrowth, DecodeRow, PrefillChunk, RowKind, StepPlan
 from engine.request import Sequence
 from engine.scheduler.progress import Progress
 from engine.tree.topology import TreeTopology
@@ -103,7 +103,9 @@ class StepBuilder:
     def decode(self, progress: Progress, topology: TreeTopology) -> None:
         """Decode one row over `topology`."""
         assert topology.num_nodes <= self.num_left, (topology.name, self.num_left)
-        self._rows.append(DecodeRow(progress.sequence.slot, topology))
+        sequence = progress.sequence
+        kind = RowKind.of(sequence.request.sampling, sequence.num_cached)
+        self._rows.append(DecodeRow(sequence.slot, topology, kind, sequence.arrival_idx))
         self._flight_rows.append(FlightRow(progress, topology))
         self._max_prefix_len = max(self._max_prefix_len, progress.max_prefix_len)
         self.num_left -= topology.num_nodes
