@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 
 from benchmarks.dispatcher_world import Acceptance, SimulatedRow, World, stats_of
 from engine.batch import Load, RowKind, StepStats
-from engine.dispatcher.dispatcher import Dispatcher
-from engine.dispatcher.latency import PLAIN
+from engine.config import SpeculationConfig
+from engine.dispatcher.acceptance import PRIOR_STRENGTH
+from engine.dispatcher.adaptive import AdaptiveDispatcher
+from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.dispatcher.latency import PLAIN, LatencyTable
 from engine.request import SamplingParams
+from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
+from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology
 
 JITTER = 0.02  # relative noise of a step's time
@@ -139,3 +144,22 @@ class Simulation:
         seconds = self._world.seconds(tree.name, load.num_running, load.num_cached_tokens)
         seconds *= self._source.lognormvariate(0.0, JITTER)
         return StepStats(step, load, tuple(rows), 0, seconds)
+
+
+def build_dispatcher(
+    world: World,
+    table: LatencyTable | None = None,
+    prior: Profile = DEFAULT_PROFILE,
+    prior_strength: float = PRIOR_STRENGTH,
+) -> AdaptiveDispatcher:
+    """Return a dispatcher over the trees of a world that believes `table`, by default the true one."""
+    library = TreeLibrary([tree for tree in world.arms if tree.name.startswith("tree")])
+    return AdaptiveDispatcher(
+        world.arms,
+        table or world.table,
+        prior,
+        StaticDispatcher(SpeculationConfig(table=()), library),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=256,
+        prior_strength=prior_strength,
+    )

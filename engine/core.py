@@ -22,6 +22,7 @@ from engine.messages import (
     Ready,
     Refused,
     Shutdown,
+    Switch,
 )
 from engine.request import Request
 
@@ -58,7 +59,7 @@ class Core:
             self._act(message)
         return True
 
-    def _act(self, message: Add | Abort | AskStats) -> None:
+    def _act(self, message: Add | Abort | AskStats | Switch) -> None:
         match message:
             case Add(request):
                 self._num_added += 1
@@ -67,6 +68,14 @@ class Core:
                 self._engine.abort(request_id, is_finished)
             case AskStats():
                 self._send(self._engine.stats())
+            case Switch(mode):
+                self._switch(mode)
+
+    def _switch(self, mode: str) -> None:
+        try:
+            self._engine.switch_speculation(mode)
+        except EyasError:  # the client checks the name: keep the mode, and the requests
+            logger.exception("speculation not switched mode=%s", mode)
 
     def _add(self, request: Request) -> None:
         error: Exception

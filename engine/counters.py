@@ -1,12 +1,12 @@
 """Counting what an engine did. What the numbers mean is said in `stats`."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from engine.batch import Load, SequenceDelta, StepStats
 from engine.kvcache.block_pool import BlockCounts
 from engine.request import FinishReason
-from engine.stats import EngineStats
+from engine.stats import DispatchStats, EngineStats
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class Counters:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     steps_by_tree: Counter[str] = field(default_factory=Counter)
     step_seconds: float = 0.0
+    tokens_by_tree: Counter[str] = field(default_factory=Counter)
+    seconds_by_tree: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def observe(self, stats: StepStats, deltas: tuple[SequenceDelta, ...]) -> None:
         """Count one collected step and what its sequences kept of it."""
@@ -36,6 +38,7 @@ class Counters:
             self.num_drafts += row.topology.num_drafts > 0
             self.num_drafted += row.topology.num_drafts
             self.steps_by_tree[row.topology.name] += 1
+        self._count_tree(stats)
         for delta in deltas:
             self.num_calls += bool(delta.token_ids)  # a failed sequence gained nothing
             self.num_accepted += delta.num_accepted_in_step
@@ -44,6 +47,14 @@ class Counters:
                 self.accepted_by_depth[depth] += 1
             if delta.finish_reason is not None:
                 self.count_end(delta.finish_reason, delta.num_prefix_hits)
+
+    def _count_tree(self, stats: StepStats) -> None:
+        """Count a step whose time is that of one tree."""
+        names = {row.topology.name for row in stats.rows}
+        if len(names) == 1 and not stats.num_prefill_tokens:
+            name = names.pop()
+            self.tokens_by_tree[name] += sum(row.num_accepted + 1 for row in stats.rows)
+            self.seconds_by_tree[name] += stats.seconds
 
     def count_end(self, reason: FinishReason, num_prefix_hits: int) -> None:
         """Count the end of one sequence."""
@@ -56,7 +67,9 @@ class Counters:
                 self.num_finished += 1
         self.num_prefix_hit_tokens += num_prefix_hits
 
-    def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
+    def snapshot(
+        self, load: Load, blocks: BlockCounts, num_preemptions: int, dispatch: DispatchStats
+    ) -> EngineStats:
         """Return the totals beside the gauges of now."""
         deepest = max(self.accepted_by_depth, default=-1)
         return EngineStats(
@@ -80,4 +93,7 @@ class Counters:
             accepted_by_depth=tuple(self.accepted_by_depth[depth] for depth in range(deepest + 1)),
             steps_by_tree=tuple(sorted(self.steps_by_tree.items())),
             step_seconds=self.step_seconds,
+            tokens_by_tree=tuple(sorted(self.tokens_by_tree.items())),
+            seconds_by_tree=tuple(sorted(self.seconds_by_tree.items())),
+            dispatch=dispatch,
         )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from engine.batch import DecodeRow, Load, RowResult, RowStats, SequenceDelta, StepPlan, StepStats
 from engine.config import EngineConfig
 from engine.counters import Counters
-from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.dispatcher.create import create_dispatcher
+from engine.dispatcher.dispatcher import Dispatcher
+from engine.dispatcher.latency import LatencyTable
 from engine.errors import AdmissionError, RequestError
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
@@ -21,7 +23,8 @@ from engine.runner.step_handle import StepHandle
 from engine.runner.worker import build_worker
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from engine.stats import EngineFacts, EngineStats
-from engine.tree.library import TreeLibrary
+from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
+from engine.tree.search import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +128,18 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return counters since the start and gauges now."""
         return self._counters.snapshot(
-            self._scheduler.load(), self._kv_cache.pool.counts(), self._scheduler.num_preemptions
+            self._scheduler.load(),
+            self._kv_cache.pool.counts(),
+            self._scheduler.num_preemptions,
+            self._dispatcher.stats(),
         )
+
+    def switch_speculation(self, mode: str) -> None:
+        """Go on as if the config had named this speculation mode. Raises `ConfigError` for an unknown
+        tree.
+        """
+        self._dispatcher.switch(mode)
+        logger.info("speculation switched mode=%s", mode)
 
     def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:
         """Refuse ids that the model lacks: on the device they would end the step of every request."""
@@ -190,9 +203,17 @@ class Engine:
 
 
 def assemble_engine(
-    config: EngineConfig, runner: ModelRunner, library: TreeLibrary, facts: EngineFacts
+    config: EngineConfig,
+    runner: ModelRunner,
+    library: TreeLibrary,
+    facts: EngineFacts,
+    latency: LatencyTable | None = None,
+    profile: Profile = DEFAULT_PROFILE,
 ) -> Engine:
-    """Wire a runner to its policy; `facts` says what the runner was built with."""
+    """Wire a runner to its policy; `facts` says what the runner was built with.
+
+    With a `latency` table of this machine the dispatcher learns, beginning with the acceptance `profile`.
+    """
     kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -203,9 +224,15 @@ def assemble_engine(
         draft_window=config.speculation.feature_window,
     )
     scheduler = Scheduler(scheduler_config, kv_cache, library)
-    return Engine(
-        runner, kv_cache, scheduler, StaticDispatcher(config.speculation, library), facts, config.seed
+    dispatcher = create_dispatcher(
+        config.speculation,
+        library,
+        latency,
+        profile,
+        block_size=facts.block_size,
+        max_num_seqs=config.max_num_seqs,
     )
+    return Engine(runner, kv_cache, scheduler, dispatcher, facts, config.seed)
 
 
 def _row_stats(row: DecodeRow, answer: RowResult) -> RowStats:

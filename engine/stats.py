@@ -32,6 +32,27 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class DispatchStats:
+    """How the tree of coming steps was chosen: the arm, why, and what it is expected to bring beside plain
+    decoding, in accepted tokens per second, where that is estimated.
+
+    num_switches counts changes of the arm, num_probes excursions from it, num_alarms breaks of acceptance,
+    num_trips steps at which speculation was blocked since it brought less than plain decoding. `state` is
+    what `eyas trees explain` reads, as JSON.
+    """
+
+    arm: str = "off"
+    reason: str = ""
+    tokens_per_second: float | None = None
+    plain_tokens_per_second: float | None = None
+    num_switches: int = 0
+    num_probes: int = 0
+    num_alarms: int = 0
+    num_trips: int = 0
+    state: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the start and gauges now.
 
@@ -41,7 +62,8 @@ class EngineStats:
     name, a row once per step. num_drafts counts (sequence, step) pairs that drafted, num_drafted their draft
     tokens; these and steps_by_tree include the last step in flight of a sequence that turned out to have
     ended. num_finished leaves out aborted and failed sequences, but holds those ended by a stop string.
-    step_seconds is device time.
+    step_seconds is device time. tokens_by_tree and seconds_by_tree count steps in which every row ran that
+    tree and no prompt ran: their ratio is the realised tokens per second of an arm.
     """
 
     num_running: int
@@ -64,6 +86,9 @@ class EngineStats:
     accepted_by_depth: tuple[int, ...]
     steps_by_tree: tuple[tuple[str, int], ...]
     step_seconds: float
+    tokens_by_tree: tuple[tuple[str, int], ...] = ()
+    seconds_by_tree: tuple[tuple[str, float], ...] = ()
+    dispatch: DispatchStats = DispatchStats()
 
     @property
     def tokens_per_call(self) -> float:

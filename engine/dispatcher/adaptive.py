@@ -9,12 +9,16 @@ from collections.abc import Sequence
 
 from engine.batch import Load, StepStats
 from engine.dispatcher.acceptance import PRIOR_STRENGTH, AcceptanceModel
-from engine.dispatcher.control import ArmEstimate, Choice, Reason, Situation, choose_arm
+from engine.dispatcher.arms import reach
+from engine.dispatcher.control import ArmEstimate, Situation, choose_arm
 from engine.dispatcher.correction import LatencyModel
-from engine.dispatcher.latency import PLAIN, LatencyTable
+from engine.dispatcher.dispatcher import StaticDispatcher
+from engine.dispatcher.latency import PLAIN, UNREACHABLE, LatencyTable
 from engine.dispatcher.probes import Probe, Prober
+from engine.dispatcher.state import DispatchState
 from engine.dispatcher.watchdog import Watchdog
 from engine.errors import ConfigError
+from engine.stats import DispatchStats
 from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology
 
@@ -27,13 +31,18 @@ _MIN_PLAIN_RUN = 2  # plain steps after which the draft has to catch up
 
 
 class AdaptiveDispatcher:
-    """Chooses among `arms`, plain decoding first, by expected accepted tokens per second."""
+    """Chooses among `arms`, plain decoding first, by expected accepted tokens per second.
+
+    `prior` is the acceptance to begin with, worth `prior_strength` visited nodes a depth. `fixed` says what
+    is chosen while the mode is not "auto"; the learning goes on.
+    """
 
     def __init__(
         self,
         arms: Sequence[TreeTopology],
         table: LatencyTable,
         prior: Profile,
+        fixed: StaticDispatcher,
         *,
         block_size: int,
         max_num_seqs: int,
@@ -44,6 +53,8 @@ class AdaptiveDispatcher:
         if missing or not arms or arms[0].name != PLAIN:
             raise ConfigError(f"arms must be off and trees of the latency table, which lacks {missing}")
         self._arms = {tree.name: tree for tree in arms}
+        self._reach = {tree.name: reach(tree, prior, table) for tree in arms}
+        self._fixed, self._is_fixed = fixed, False
         self._block_size, self._max_num_seqs = block_size, max_num_seqs
         self._max_step_seconds = max_step_seconds
         self._acceptance = AcceptanceModel(prior, prior_strength)
@@ -60,16 +71,47 @@ class AdaptiveDispatcher:
         self._leader, self._num_leading = PLAIN, 0
         self._switched_at: deque[int] = deque()  # steps of recent changes at one load
         self._num_plain_run = 0  # plain steps observed in a row
-        self.num_switches = 0
-        self.situation: Situation | None = None
-        self.choice = Choice(PLAIN, Reason.ONLY_PLAIN, PLAIN)
+        self._num_switches = 0
+        self._state: DispatchState | None = None
 
     @property
     def held(self) -> str:
         """The arm in use between probes."""
         return self._held
 
+    def switch(self, mode: str) -> None:
+        if mode != "auto":
+            self._fixed.switch(mode)
+        self._is_fixed = mode != "auto"
+        self._batch = self._num_probe_steps = 0  # whatever comes next is a new load
+
+    def reachable(self, max_rows: int) -> tuple[tuple[TreeTopology, range], ...]:
+        found = [(tree, range(1, min(max_rows, self._reach[name]) + 1)) for name, tree in self._arms.items()]
+        found = [(tree, rows) for tree, rows in found if tree.num_drafts and rows]
+        return (*found, *self._fixed.reachable(max_rows)) if self._is_fixed else tuple(found)
+
+    def stats(self) -> DispatchStats:
+        if self._is_fixed:
+            return self._fixed.stats()
+        state = self._state
+        if state is None:
+            return DispatchStats()
+        arm = state.situation.arm(self._held)
+        return DispatchStats(
+            arm=self._held,
+            reason=state.choice.reason,
+            tokens_per_second=None if arm is None else arm.rate,
+            plain_tokens_per_second=state.situation.plain.rate,
+            num_switches=self._num_switches,
+            num_probes=self._prober.num_probes,
+            num_alarms=self._acceptance.num_alarms,
+            num_trips=self._watchdog.num_trips,
+            state=state.to_json(),
+        )
+
     def choose(self, load: Load) -> TreeTopology:
+        if self._is_fixed:
+            return self._fixed.choose(load)
         self._step += 1
         self._watchdog.pass_step()
         is_new_load = self._note_load(max(1, load.num_running))
@@ -114,7 +156,8 @@ class AdaptiveDispatcher:
         is_catching_up = name != PLAIN and self._num_plain_run >= _MIN_PLAIN_RUN
         if not is_catching_up:
             self._latency.observe(name, batch, num_cached, stats.seconds)
-        if name == PLAIN or name != self._held or not self._latency.is_measured(PLAIN, batch):
+        is_judged = name == self._held != PLAIN and not self._is_fixed
+        if not is_judged or not self._latency.is_measured(PLAIN, batch):
             return
         plain_tokens = batch * stats.seconds / self._latency.seconds(PLAIN, batch, num_cached)
         self._watchdog.observe([row.num_accepted + 1 for row in stats.rows], plain_tokens)
@@ -125,21 +168,25 @@ class AdaptiveDispatcher:
         self._decided_at, self._is_urgent = self._step, False
         now = self._weigh(load, is_new_load)
         choice = choose_arm(now)
-        self.situation, self.choice = now, choice
-        self._num_leading = self._num_leading + 1 if choice.leader == self._leader else 0
+        self._num_leading = self._num_leading + 1 if choice.leader == self._leader else 1
         self._leader = choice.leader
         if choice.name != self._held:
-            self.num_switches += 1
-            if not is_new_load:
-                self._switched_at.append(self._step)
-            self._held = choice.name
-            self._prober.hurry()
-            self._num_probe_steps = 0
+            self._change(choice.name, is_new_load)
         elif is_new_load:
             self._num_probe_steps = 0
         if not self._num_probe_steps:
             self._probe = self._prober.plan(now, self._held, self._step)
             self._num_probe_steps = self._probe.num_steps if self._probe else 0
+        known = self._acceptance.estimate(None)
+        self._state = DispatchState(self._step, now, choice, self._probe, known.profile, known.num_nodes)
+
+    def _change(self, name: str, is_new_load: bool) -> None:
+        self._num_switches += 1
+        if not is_new_load:
+            self._switched_at.append(self._step)
+        self._held = name
+        self._prober.hurry()
+        self._num_probe_steps = 0
 
     def _weigh(self, load: Load, is_new_load: bool) -> Situation:
         self._acceptance.refresh()
@@ -160,6 +207,9 @@ class AdaptiveDispatcher:
     def _estimate(self, tree: TreeTopology, load: Load) -> ArmEstimate:
         batch = self._num_rows(tree, load)
         num_cached = load.num_cached_tokens * batch / max(1, load.num_running)
+        seconds = self._latency.seconds(tree.name, batch, num_cached)
+        if batch > self._reach[tree.name]:
+            seconds = UNREACHABLE
         catch_up = 0.0
         if tree.num_drafts and self._held == PLAIN:
             catch_up = self._latency.table.catch_up_seconds(batch) / _AMORTISED
@@ -170,7 +220,7 @@ class AdaptiveDispatcher:
             tokens=prospect.tokens,
             settled=prospect.settled,
             error=prospect.error,
-            seconds=self._latency.seconds(tree.name, batch, num_cached) + catch_up,
+            seconds=seconds + catch_up,
             least_seconds=self._latency.least_seconds(tree.name, batch, num_cached) + catch_up,
             is_measured=self._latency.is_measured(tree.name, batch),
         )

@@ -12,6 +12,7 @@ from engine.tree.topology import TreeTopology
 
 MAX_ARMS = 8  # plain decoding included
 # Acceptance that arms should serve, as log odds around the profile: drafts age, and requests differ.
+_FAR_BETTER = 2.0  # log odds
 _LEANS = (-1.5, -0.7, 0.0, 0.7)
 
 
@@ -37,6 +38,19 @@ def select_arms(
             break
         kept.append(best)
     return tuple(sorted(kept, key=lambda tree: (tree.num_nodes, tree.depth)))
+
+
+def reach(tree: TreeTopology, profile: Profile, table: LatencyTable, context: int = 0) -> int:
+    """Return the largest batch of the table at which a tree can beat plain decoding, were the draft far
+    better than `profile`; 0 where there is none. Beyond it nothing need be prepared.
+    """
+    length = acceptance_length(tree, [tilt(row, _FAR_BETTER) for row in profile])
+    best = 0
+    for batch in table.batches:
+        seconds = table.seconds(tree.name, batch, batch * context)
+        if length * table.seconds(PLAIN, batch, batch * context) >= seconds:
+            best = batch
+    return best
 
 
 def hull(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -78,10 +78,10 @@ class Situation:
     """All that a decision depends on.
 
     `arms` lists plain decoding first. `held` is the arm in use. `is_new_load` says that the batch moved to
-    another bucket since the last decision. `leader` has been the best arm for `num_leading` decisions in a
-    row, this one left out. `num_switches` counts changes at the same load in the last 1,000 steps.
-    `is_settled` says that trees had time to be timed at this load. `num_blocked` is for how many more steps
-    the watchdog forbids speculation. `max_seconds` caps the step.
+    another bucket since the last decision. `leader` was the best arm in the last `num_leading` decisions.
+    `num_switches` counts changes at the same load in the last 1,000 steps. `is_settled` says that trees had
+    time to be timed at this load. `num_blocked` is for how many more steps the watchdog forbids speculation.
+    `max_seconds` caps the step.
     """
 
     arms: tuple[ArmEstimate, ...]
@@ -120,7 +120,7 @@ def choose_arm(situation: Situation) -> Choice:
     and not after too many switches. A held tree that loses to plain decoding is always left. Once the arm
     was changed at this load, what is known of single requests no longer counts: they come and go.
     """
-    now = _settle(situation) if situation.num_switches else situation
+    now = settle(situation) if situation.num_switches else situation
     plain = now.plain
     if now.num_blocked:
         return Choice(PLAIN, Reason.WATCHDOG, PLAIN)
@@ -128,7 +128,7 @@ def choose_arm(situation: Situation) -> Choice:
     within = [arm for arm in able if arm.seconds <= now.max_seconds]
     held = next((arm for arm in within if arm.name == now.held), plain)
     leader = max(
-        (plain, *(arm for arm in within if _is_sure(arm, now))), key=lambda arm: (arm.rate, -arm.seconds)
+        (plain, *(arm for arm in within if is_sure(arm, now))), key=lambda arm: (arm.rate, -arm.seconds)
     )
     if now.is_new_load:
         return Choice(leader.name, Reason.NEW_LOAD if leader is not plain else _why_plain(now), leader.name)
@@ -137,12 +137,15 @@ def choose_arm(situation: Situation) -> Choice:
     return _switch_or_hold(now, held, leader)
 
 
-def _settle(now: Situation) -> Situation:
+def settle(now: Situation) -> Situation:
     """Return the situation without what is known of single requests."""
     return replace(now, arms=tuple(replace(arm, tokens=arm.settled) for arm in now.arms))
 
 
-def _is_sure(arm: ArmEstimate, now: Situation) -> bool:
+def is_sure(arm: ArmEstimate, now: Situation) -> bool:
+    """Return whether a tree may run: the held one while it is expected to beat plain decoding, another where
+    it is sure to.
+    """
     if arm.name == now.held and arm.rate >= now.plain.rate:
         return True
     return arm.lower_rate >= (1.0 + MARGIN) * now.plain.rate

@@ -10,6 +10,7 @@ from benchmarks.dispatcher_world import (
     chain_profile,
     published_world,
 )
+from benchmarks.simulate_dispatcher import build_dispatcher
 from engine.batch import Load
 from engine.dispatcher.adaptive import AdaptiveDispatcher
 from engine.tree.search import acceptance_length
@@ -29,9 +30,7 @@ def oracle(profile, batch):
 
 def knowing(profile) -> AdaptiveDispatcher:
     """Return a dispatcher that has seen so much of `profile` that it is sure of it."""
-    return AdaptiveDispatcher(
-        WORLD.arms, WORLD.table, profile, block_size=16, max_num_seqs=256, prior_strength=1e6
-    )
+    return build_dispatcher(WORLD, prior=profile, prior_strength=1e6)
 
 
 @pytest.mark.parametrize("batch", PUBLISHED_BATCHES)
