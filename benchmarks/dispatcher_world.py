@@ -4,10 +4,13 @@ Published and measured numbers are fixtures; how a dispatcher fares is left to `
 """
 
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 from engine.batch import NUM_RANKS, RowKind, RowStats
 from engine.dispatcher.latency import ArmTimes, LatencyTable
@@ -125,6 +128,7 @@ class SimulatedRow:
     context: int
     num_left: int
     lean: float
+    num_emitted: int = 0
     kind: RowKind = field(default_factory=RowKind)
 
 
@@ -142,7 +146,8 @@ class Acceptance:
         ran: on every level but the last.
         """
         profile = self._leaning(self._profile_at(step), row.lean)
-        node, ranks = 0, []
+        node = 0
+        ranks: list[int] = []
         while True:
             depth = len(ranks)
             rank = self._draw(profile[min(depth, len(profile) - 1)], source)
@@ -181,14 +186,68 @@ class Acceptance:
         return NUM_RANKS
 
 
+class Process(Protocol):
+    """Which drafts of a row turn out right."""
+
+    spread: float
+
+    def verify(self, row: SimulatedRow, tree: TreeTopology, step: int, source: random.Random) -> Verdict: ...
+
+    def expected(self, rows: Sequence[SimulatedRow], tree: TreeTopology, step: int) -> float: ...
+
+
+class Replay:
+    """Recorded answers of a real model and draft, told apart by request: `answers[i][t][d]` is the draft's
+    rank of token t + d of answer i once the draft has read the tokens before.
+    """
+
+    spread = 0.0
+
+    def __init__(self, path: Path) -> None:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        depth = record["depth"]
+        self.answers = [
+            [tuple(map(int, text[start : start + depth])) for start in range(0, len(text), depth)]
+            for text in record["answers"]
+        ]
+        self._lengths: dict[tuple[int, str], float] = {}
+
+    def verify(self, row: SimulatedRow, tree: TreeTopology, *_: object) -> Verdict:
+        """Walk the tree along the recorded text, which begins anew where it ends."""
+        answer = self.answers[row.sequence_idx % len(self.answers)]
+        verdict = _walk(answer[row.num_emitted % len(answer)], tree)
+        row.num_emitted += len(verdict[0]) + 1
+        return verdict
+
+    def expected(self, rows: Sequence[SimulatedRow], tree: TreeTopology, *_: object) -> float:
+        """Return the tokens that a tree brings on average over the texts of the rows, in all."""
+        return sum(self._length(row.sequence_idx % len(self.answers), tree) for row in rows)
+
+    def _length(self, idx: int, tree: TreeTopology) -> float:
+        if (idx, tree.name) not in self._lengths:
+            answer, position, num_calls = self.answers[idx], 0, 0
+            while position < len(answer):
+                position += len(_walk(answer[position], tree)[0]) + 1
+                num_calls += 1
+            self._lengths[idx, tree.name] = position / num_calls
+        return self._lengths[idx, tree.name]
+
+
+def _walk(ranks: Sequence[int], tree: TreeTopology) -> Verdict:
+    """Return the verdict on a tree where the text's next tokens have these ranks, one for each depth."""
+    node = 0
+    path: list[int] = []
+    for rank in ranks[: tree.depth]:
+        if rank >= len(tree.children[node]):
+            return tuple(path), rank
+        path.append(rank)
+        node = tree.children[node][rank]
+    return tuple(path), None
+
+
 def stats_of(row: SimulatedRow, tree: TreeTopology, verdict: Verdict) -> RowStats:
     ranks, next_rank = verdict
     return RowStats(tree, len(ranks), ranks, next_rank, row.kind, row.sequence_idx)
-
-
-def steady(profile: Profile) -> Callable[[int], Profile]:
-    """Return a profile that never changes."""
-    return lambda _: profile
 
 
 def scaled(profile: Profile, lean: float) -> Profile:

@@ -1,165 +1,213 @@
-"""How a dispatcher fares in simulated traffic, against an oracle that knows every cost and every chance.
+"""Scenarios for the adaptive dispatcher, and what it may lose in them against an oracle.
 
-The real dispatcher is driven as the engine drives it, one step late; costs and acceptance come from
-`dispatcher_world`. Run: python -m benchmarks.simulate_dispatcher [--seeds N]
+Nothing is timed: costs are published or composed of measured parts (`dispatcher_world`), with 2% noise.
+Regret is 1 - tokens per second over those of an oracle that knows every cost and every chance. Run:
+python -m benchmarks.simulate_dispatcher [--seeds N] [--json]
 """
 
+import argparse
+import json
 import random
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from benchmarks.dispatcher_world import Acceptance, SimulatedRow, World, stats_of
-from engine.batch import Load, RowKind, StepStats
-from engine.config import SpeculationConfig
-from engine.dispatcher.acceptance import PRIOR_STRENGTH
-from engine.dispatcher.adaptive import AdaptiveDispatcher
-from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
-from engine.dispatcher.latency import PLAIN, LatencyTable
-from engine.request import SamplingParams
-from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
+from benchmarks.dispatcher_simulation import Outcome, Simulation, Traffic, build_dispatcher
+from benchmarks.dispatcher_world import (
+    PUBLISHED_BATCHES,
+    PUBLISHED_SURVIVAL,
+    Acceptance,
+    Process,
+    Replay,
+    World,
+    chain_profile,
+    h200_world,
+    never,
+    published_world,
+    scaled,
+)
+from engine.tree.library import DEFAULT_PROFILE
 from engine.tree.search import Profile
-from engine.tree.topology import TreeTopology
 
-JITTER = 0.02  # relative noise of a step's time
-BLOCK_SIZE = 16
-NUM_BLOCKS = 1 << 20  # never short
-GREEDY = SamplingParams(temperature=0.0)
+RANKS = Path(__file__).parent / "data" / "smollm2_ranks.json"
+TABLE_ERRORS = (0.0, 0.15)  # each tree's times up or down by so much, at random
+CONTEXTS = (200, 2000, 16000, 30000)
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """How many rows run at a step, and how long the context and the answer of a new request are."""
+class Limits:
+    """What a run may not exceed; None where it is only reported."""
 
-    batch_at: Callable[[int], int]
-    context_of: Callable[[random.Random], int] = lambda _: 512
-    answer_of: Callable[[random.Random], int] = lambda source: 1 + int(source.expovariate(1 / 300))
-
-
-@dataclass
-class Outcome:
-    """What came of a run. Tokens are expected ones, so that luck is left out."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    oracle_tokens: float = 0.0
-    oracle_seconds: float = 0.0
-    plain_seconds: float = 0.0  # of plain decoding at the same loads
-    plain_tokens: float = 0.0
-    steps_by_arm: Counter[str] = field(default_factory=Counter)
-    oracle_by_arm: Counter[str] = field(default_factory=Counter)
-    num_probe_steps: int = 0
-    switches: list[int] = field(default_factory=list)  # steps at which the held arm changed
-
-    @property
-    def efficiency(self) -> float:
-        """Tokens per second over the oracle's."""
-        return self.tokens / self.seconds / (self.oracle_tokens / self.oracle_seconds)
-
-    @property
-    def over_plain(self) -> float:
-        """Tokens per second over those of plain decoding throughout."""
-        return self.tokens / self.seconds / (self.plain_tokens / self.plain_seconds)
-
-    def most_switches(self, window: int = 1000) -> int:
-        """Return the most switches within `window` steps."""
-        return max(
-            (sum(first <= step < first + window for step in self.switches) for first in self.switches),
-            default=0,
-        )
+    regret: float | None = None
+    loss: float | None = None  # of tokens per second against plain decoding
+    switches: int | None = 4  # in any 1,000 steps
 
 
-class Simulation:
-    """One run of a dispatcher in a world."""
+@dataclass(frozen=True)
+class Scenario:
+    """One kind of traffic. Steps before `start` warm the dispatcher up and are not counted."""
 
-    def __init__(
-        self, world: World, acceptance: Acceptance, traffic: Traffic, dispatcher: Dispatcher, seed: int
-    ) -> None:
-        self._world, self._acceptance, self._traffic = world, acceptance, traffic
-        self._dispatcher = dispatcher
-        self._source = random.Random(seed)  # noqa: S311 - a simulation
-        self._rows: list[SimulatedRow] = []
-        self._num_requests = 0
-        self._trees = {tree.name: tree for tree in world.arms}
-        self._late: deque[StepStats] = deque()
+    name: str
+    world: World
+    process: Callable[[], Process]
+    traffic: Callable[[random.Random], Traffic]
+    num_steps: int
+    limits: Limits
+    start: int = 0
 
-    def run(self, num_steps: int, first: int = 0, start: int = 0) -> Outcome:
-        """Run `num_steps` steps, numbered from `first`; those before `start` are not counted."""
-        outcome = Outcome()
-        held = None
-        for step in range(first, first + num_steps):
-            self._admit(self._traffic.batch_at(step))
-            load = self._load()
-            tree = self._dispatcher.choose(load)
-            if self._late:
-                self._dispatcher.observe(self._late.popleft())
-            now_held = getattr(self._dispatcher, "held", tree.name)
-            is_counted = step >= start
-            if is_counted:
-                self._score(outcome, tree, load, step)
-                outcome.num_probe_steps += tree.name != now_held
-                if held is not None and now_held != held:
-                    outcome.switches.append(step)
-            held = now_held
-            self._late.append(self._execute(tree, load, step))
-        return outcome
-
-    def _admit(self, batch: int) -> None:
-        """End requests that are done or too many, and start new ones."""
-        self._rows = [row for row in self._rows if row.num_left > 0][:batch]
-        while len(self._rows) < batch:
-            context = self._traffic.context_of(self._source)
-            lean = self._source.gauss(0.0, self._acceptance.spread) if self._acceptance.spread else 0.0
-            num_left = self._traffic.answer_of(self._source)
-            kind = RowKind.of(GREEDY, context)
-            self._rows.append(SimulatedRow(self._num_requests, context, num_left, lean, kind))
-            self._num_requests += 1
-
-    def _load(self) -> Load:
-        return Load(len(self._rows), 0, NUM_BLOCKS, sum(row.context for row in self._rows))
-
-    def _score(self, outcome: Outcome, tree: TreeTopology, load: Load, step: int) -> None:
-        batch, num_cached = load.num_running, load.num_cached_tokens
-        tokens = {
-            name: self._acceptance.expected(self._rows, other, step) for name, other in self._trees.items()
-        }
-        seconds = {name: self._world.seconds(name, batch, num_cached) for name in self._trees}
-        best = max(tokens, key=lambda name: tokens[name] / seconds[name])
-        outcome.tokens += tokens[tree.name]
-        outcome.seconds += seconds[tree.name]
-        outcome.oracle_tokens += tokens[best]
-        outcome.oracle_seconds += seconds[best]
-        outcome.plain_tokens += batch
-        outcome.plain_seconds += seconds[PLAIN]
-        outcome.steps_by_arm[tree.name] += 1
-        outcome.oracle_by_arm[best] += 1
-
-    def _execute(self, tree: TreeTopology, load: Load, step: int) -> StepStats:
-        rows = []
-        for row in self._rows:
-            verdict = self._acceptance.verify(row, tree, step, self._source)
-            rows.append(stats_of(row, tree, verdict))
-            row.context += len(verdict[0]) + 1
-            row.num_left -= len(verdict[0]) + 1
-        seconds = self._world.seconds(tree.name, load.num_running, load.num_cached_tokens)
-        seconds *= self._source.lognormvariate(0.0, JITTER)
-        return StepStats(step, load, tuple(rows), 0, seconds)
+    def run(self, seed: int, table_error: float) -> Outcome:
+        """Simulate once; traffic, luck and the table's mistakes follow from the seed."""
+        source = random.Random(seed)  # noqa: S311 - a simulation
+        table = self.world.mistaken(source, table_error)
+        dispatcher = build_dispatcher(self.world, table)
+        simulation = Simulation(self.world, self.process(), self.traffic(source), dispatcher, seed)
+        return simulation.run(self.num_steps, self.start)
 
 
-def build_dispatcher(
-    world: World,
-    table: LatencyTable | None = None,
-    prior: Profile = DEFAULT_PROFILE,
-    prior_strength: float = PRIOR_STRENGTH,
-) -> AdaptiveDispatcher:
-    """Return a dispatcher over the trees of a world that believes `table`, by default the true one."""
-    library = TreeLibrary([tree for tree in world.arms if tree.name.startswith("tree")])
-    return AdaptiveDispatcher(
-        world.arms,
-        table or world.table,
-        prior,
-        StaticDispatcher(SpeculationConfig(table=()), library),
-        block_size=BLOCK_SIZE,
-        max_num_seqs=256,
-        prior_strength=prior_strength,
+@dataclass(frozen=True)
+class Summary:
+    """A scenario over all seeds: means, and the worst."""
+
+    scenario: str
+    table_error: float
+    regret: float
+    worst_regret: float
+    over_plain: float
+    worst_over_plain: float
+    most_switches: int
+    probe_share: float
+    is_within: bool
+
+
+def at_batch(batch: int) -> Callable[[random.Random], Traffic]:
+    """Return traffic of one batch size."""
+    return lambda _: Traffic(lambda _: batch)
+
+
+def constant(profile: Profile, spread: float = 0.0) -> Callable[[], Process]:
+    """Return acceptance that never changes; `spread` tells requests apart."""
+    return lambda: Acceptance(lambda _: profile, spread)
+
+
+def stationary(batches: tuple[int, ...] = PUBLISHED_BATCHES) -> Iterator[Scenario]:
+    """Yield the published cells: each head at each batch. The first 1,000 steps learn; the regret of what
+    follows is limited.
+    """
+    world = published_world()
+    for head, survival in PUBLISHED_SURVIVAL.items():
+        for batch in batches:
+            process = constant(chain_profile(survival))
+            yield Scenario(
+                f"stationary {head} batch {batch}", world, process, at_batch(batch), 3000, Limits(0.02), 1000
+            )
+
+
+def collapse(batches: tuple[int, ...] = (1, 16, 64)) -> Iterator[Scenario]:
+    """Yield drafts that are never right again after 1,500 steps; the next 2,000 are counted."""
+    cells = (
+        (published_world(), chain_profile(PUBLISHED_SURVIVAL["eagle3"])),
+        (h200_world(), DEFAULT_PROFILE),
     )
+    for world, profile in cells:
+        for batch in batches:
+            yield Scenario(
+                f"collapse {world.name} batch {batch}",
+                world,
+                _broken_at(1500, profile),
+                at_batch(batch),
+                3500,
+                Limits(loss=0.01),
+                1500,
+            )
+
+
+def ramp() -> Scenario:
+    """Return a batch that doubles every 188 steps to 256, and falls as it rose."""
+    traffic = Traffic(lambda step: max(1, min(256, round(2 ** (8 * (1 - abs(step / 1500 - 1)))))))
+    process = constant(DEFAULT_PROFILE)
+    return Scenario("ramp 1-256-1", h200_world(), process, lambda _: traffic, 3000, Limits(0.05, None, None))
+
+
+def others() -> Iterator[Scenario]:
+    """Yield traffic that is only reported: drift, requests that differ, bursts, recorded answers."""
+    world, free = h200_world(), Limits(None, None, None)
+    for batch in (1, 16, 64):
+        yield Scenario(f"drift batch {batch}", world, _drifting, at_batch(batch), 4000, free)
+    for batch in (1, 16):
+        process = constant(DEFAULT_PROFILE, spread=0.6)
+        yield Scenario(f"uneven requests batch {batch}", world, process, at_batch(batch), 3000, free)
+    yield Scenario("bursts", world, constant(DEFAULT_PROFILE), _bursts, 3000, free)
+    for batch in (1, 4, 16, 64):
+        yield Scenario(f"replay batch {batch}", world, lambda: Replay(RANKS), at_batch(batch), 3000, free)
+
+
+def _broken_at(step: int, profile: Profile) -> Callable[[], Process]:
+    broken = never(profile)
+    return lambda: Acceptance(lambda now: profile if now < step else broken)
+
+
+def _drifting() -> Process:
+    """The odds of acceptance sink to a twelfth over 2,000 steps and rise again."""
+    profiles = [scaled(DEFAULT_PROFILE, -2.5 * idx / 50) for idx in range(51)]
+    return Acceptance(lambda step: profiles[round(50 * (1 - abs(step / 2000 - 1)))])
+
+
+def _bursts(source: random.Random) -> Traffic:
+    """A batch that jumps every 50 steps or so, and contexts from 200 to 30,000 tokens."""
+    batches = [16]
+    for _ in range(3000):
+        jumps = source.random() < 0.02
+        batches.append(source.choice((1, 2, 4, 8, 16, 24, 32, 48, 64)) if jumps else batches[-1])
+    return Traffic(lambda step: batches[step], lambda luck: luck.choice(CONTEXTS))
+
+
+def summarize(scenario: Scenario, seeds: range, table_error: float) -> Summary:
+    """Run a scenario with every seed and hold it against its limits."""
+    outcomes = [scenario.run(seed, table_error) for seed in seeds]
+    regrets = [1.0 - outcome.efficiency for outcome in outcomes]
+    over_plain = [outcome.over_plain for outcome in outcomes]
+    switches = max(outcome.most_switches() for outcome in outcomes)
+    num_steps = sum(sum(outcome.steps_by_arm.values()) for outcome in outcomes)
+    regret, limits = sum(regrets) / len(regrets), scenario.limits
+    return Summary(
+        scenario=scenario.name,
+        table_error=table_error,
+        regret=regret,
+        worst_regret=max(regrets),
+        over_plain=sum(over_plain) / len(over_plain),
+        worst_over_plain=min(over_plain),
+        most_switches=switches,
+        probe_share=sum(outcome.num_probe_steps for outcome in outcomes) / num_steps,
+        is_within=(limits.regret is None or regret <= limits.regret)
+        and (limits.loss is None or min(over_plain) >= 1.0 - limits.loss)
+        and (limits.switches is None or switches <= limits.switches),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    summaries = []
+    print(f"{'scenario':32} table   regret  worst   over plain  worst  switches  probes", file=sys.stderr)
+    for scenario in (*stationary(), *collapse(), ramp(), *others()):
+        for table_error in TABLE_ERRORS:
+            row = summarize(scenario, range(options.seeds), table_error)
+            summaries.append(row)
+            print(
+                f"{row.scenario:32} {row.table_error:5.0%} {row.regret:8.2%} {row.worst_regret:6.2%}"
+                f" {row.over_plain:12.3f} {row.worst_over_plain:6.3f} {row.most_switches:9}"
+                f" {row.probe_share:7.2%}{'' if row.is_within else '  OVER THE LIMIT'}",
+                file=sys.stderr,
+                flush=True,
+            )
+    if options.json:
+        rows = [asdict(row) for row in summaries]
+        print(json.dumps({"seeds": options.seeds, "jitter": 0.02, "rows": rows}, indent=1))
+    return 0 if all(row.is_within for row in summaries) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,7 +53,7 @@ class AdaptiveDispatcher:
         if missing or not arms or arms[0].name != PLAIN:
             raise ConfigError(f"arms must be off and trees of the latency table, which lacks {missing}")
         self._arms = {tree.name: tree for tree in arms}
-        self._reach = {tree.name: reach(tree, prior, table) for tree in arms}
+        self._reach = {tree.name: reach(tree, table) for tree in arms}
         self._fixed, self._is_fixed = fixed, False
         self._block_size, self._max_num_seqs = block_size, max_num_seqs
         self._max_step_seconds = max_step_seconds

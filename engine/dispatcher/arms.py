@@ -5,6 +5,7 @@ Searching trees is left to `tree.search`, choosing between arms at run time to `
 
 from collections.abc import Sequence
 
+from engine.dispatcher.correction import TABLE_ERROR
 from engine.dispatcher.latency import PLAIN, LatencyTable
 from engine.dispatcher.posterior import tilt
 from engine.tree.search import Profile, acceptance_length
@@ -12,7 +13,7 @@ from engine.tree.topology import TreeTopology
 
 MAX_ARMS = 8  # plain decoding included
 # Acceptance that arms should serve, as log odds around the profile: drafts age, and requests differ.
-_FAR_BETTER = 2.0  # log odds
+_NEARLY_ALWAYS = 0.9
 _LEANS = (-1.5, -0.7, 0.0, 0.7)
 
 
@@ -40,15 +41,16 @@ def select_arms(
     return tuple(sorted(kept, key=lambda tree: (tree.num_nodes, tree.depth)))
 
 
-def reach(tree: TreeTopology, profile: Profile, table: LatencyTable, context: int = 0) -> int:
-    """Return the largest batch of the table at which a tree can beat plain decoding, were the draft far
-    better than `profile`; 0 where there is none. Beyond it nothing need be prepared.
+def reach(tree: TreeTopology, table: LatencyTable, context: int = 0) -> int:
+    """Return the largest batch of the table at which a tree could beat plain decoding, were the draft nearly
+    always right and the table wrong in its disfavour; 0 where there is none. Beyond it, nothing need be
+    prepared.
     """
-    length = acceptance_length(tree, [tilt(row, _FAR_BETTER) for row in profile])
+    most = sum(_NEARLY_ALWAYS**depth for depth in range(tree.depth + 1))
     best = 0
     for batch in table.batches:
-        seconds = table.seconds(tree.name, batch, batch * context)
-        if length * table.seconds(PLAIN, batch, batch * context) >= seconds:
+        seconds = (1.0 - TABLE_ERROR) * table.seconds(tree.name, batch, batch * context)
+        if most * table.seconds(PLAIN, batch, batch * context) >= seconds:
             best = batch
     return best
 

@@ -4,13 +4,13 @@ traffic.
 
 import pytest
 
+from benchmarks.dispatcher_simulation import build_dispatcher
 from benchmarks.dispatcher_world import (
     PUBLISHED_BATCHES,
     PUBLISHED_SURVIVAL,
     chain_profile,
     published_world,
 )
-from benchmarks.simulate_dispatcher import build_dispatcher
 from engine.batch import Load
 from engine.dispatcher.adaptive import AdaptiveDispatcher
 from engine.tree.search import acceptance_length
