@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     _add_eval(commands)
+    _add_trees(commands)
     return parser
 
 
@@ -118,6 +119,29 @@ def _add_eval(commands: "_Commands[argparse.ArgumentParser]") -> None:
     evaluate.add_argument("--batch", type=_positive, default=8, metavar="N", help="answers in flight at once")
     evaluate.add_argument("--dtype", choices=_DTYPES, default="auto")
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_trees(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    trees = commands.add_parser("trees", help="search, draw and compare draft trees; explain a choice")
+    trees.set_defaults(module="app.cli_trees")
+    kinds = trees.add_subparsers(required=True, metavar="WHAT", dest="what")
+    search = kinds.add_parser("search", help="the best trees for an acceptance profile")
+    search.add_argument("--nodes", type=_positive_list, default=(8, 16, 32, 64), metavar="N,N")
+    search.add_argument("--depth", type=_positive, default=7, metavar="N", help="most levels of drafts")
+    search.add_argument("--out", type=Path, metavar="FILE", help="write them as a draft's trees.json")
+    show = kinds.add_parser("show", help="draw trees with the chance that each node is accepted")
+    show.add_argument("names", nargs="*", metavar="TREE", help="all trees of the draft by default")
+    compare = kinds.add_parser("compare", help="tokens per call, and per second where steps were timed")
+    compare.add_argument("names", nargs="*", metavar="TREE", help="all trees of the draft by default")
+    compare.add_argument("--latency", type=Path, metavar="FILE", help="a latency table as JSON")
+    compare.add_argument("--context", type=_positive, default=512, metavar="N", help="cached tokens of a row")
+    for kind in (search, show, compare):
+        _add_model(kind)
+        kind.add_argument(
+            "--profile", type=Path, metavar="FILE", help="acceptance instead of the draft's own"
+        )
+    explain = kinds.add_parser("explain", help="why the dispatcher chose its tree")
+    explain.add_argument("state", metavar="FILE", help="a dispatcher's state as JSON; - reads it from a pipe")
 
 
 def _add_model(

@@ -13,8 +13,10 @@ from engine.tree.topology import TreeTopology
 
 MAX_ARMS = 8  # plain decoding included
 # Acceptance that arms should serve, as log odds around the profile: drafts age, and requests differ.
-_NEARLY_ALWAYS = 0.9
 _LEANS = (-1.5, -0.7, 0.0, 0.7)
+_LEAST_WORTH = 1e-3  # what a further arm must add to the mean share of the best rate
+_NEARLY_ALWAYS = 0.9  # the best acceptance that is counted on, at every depth
+_LONG_CONTEXT = 8192  # reading the cache hides the work of trees: they pay at larger batches
 
 
 def select_arms(
@@ -35,24 +37,29 @@ def select_arms(
     kept = [plain]
     while len(kept) < max_arms:
         best = max(trees, key=lambda tree: (_worth([*kept, tree], gains), -tree.num_nodes))
-        if _worth([*kept, best], gains) <= _worth(kept, gains):
+        if _worth([*kept, best], gains) < _worth(kept, gains) + _LEAST_WORTH:
             break
         kept.append(best)
     return tuple(sorted(kept, key=lambda tree: (tree.num_nodes, tree.depth)))
 
 
-def reach(tree: TreeTopology, table: LatencyTable, context: int = 0) -> int:
-    """Return the largest batch of the table at which a tree could beat plain decoding, were the draft nearly
-    always right and the table wrong in its disfavour; 0 where there is none. Beyond it, nothing need be
-    prepared.
+def reach(tree: TreeTopology, table: LatencyTable) -> int:
+    """Return the largest batch of the table at which a tree could pay; 0 where there is none. Beyond it,
+    nothing need be prepared.
+    """
+    return max((batch for batch in table.batches if could_pay(tree, table, batch)), default=0)
+
+
+def could_pay(tree: TreeTopology, table: LatencyTable, batch: int) -> bool:
+    """Return whether a tree could beat plain decoding at some context, were the draft nearly always right and
+    the table wrong in its disfavour.
     """
     most = sum(_NEARLY_ALWAYS**depth for depth in range(tree.depth + 1))
-    best = 0
-    for batch in table.batches:
-        seconds = (1.0 - TABLE_ERROR) * table.seconds(tree.name, batch, batch * context)
-        if most * table.seconds(PLAIN, batch, batch * context) >= seconds:
-            best = batch
-    return best
+    return any(
+        most * table.seconds(PLAIN, batch, batch * context)
+        >= (1.0 - TABLE_ERROR) * table.seconds(tree.name, batch, batch * context)
+        for context in (0, _LONG_CONTEXT)
+    )
 
 
 def hull(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -99,4 +106,4 @@ def _gains(
 
 
 def _worth(kept: Sequence[TreeTopology], gains: Sequence[dict[str, float]]) -> float:
-    return sum(max(gain.get(tree.name, 0.0) for tree in kept) for gain in gains)
+    return sum(max(gain.get(tree.name, 0.0) for tree in kept) for gain in gains) / len(gains)
