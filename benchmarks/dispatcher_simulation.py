@@ -4,6 +4,7 @@ The real dispatcher is driven as the engine drives it, one step late. Costs and 
 `dispatcher_world`, what is simulated from `simulate_dispatcher`.
 """
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -147,6 +148,7 @@ def build_dispatcher(
     table: LatencyTable | None = None,
     prior: Profile = DEFAULT_PROFILE,
     prior_strength: float = PRIOR_STRENGTH,
+    max_step_seconds: float = math.inf,
 ) -> AdaptiveDispatcher:
     """Return a dispatcher over the trees of a world that believes `table`, by default the true one."""
     library = TreeLibrary([tree for tree in world.arms if tree.name.startswith("tree")])
@@ -158,4 +160,5 @@ def build_dispatcher(
         block_size=BLOCK_SIZE,
         max_num_seqs=256,
         prior_strength=prior_strength,
+        max_step_seconds=max_step_seconds,
     )

@@ -8,6 +8,7 @@ import math
 from engine.dispatcher.evidence import Counts, Outcome
 
 _ODDS_RATIO = 4.0  # the break it is tuned for: odds of acceptance this many times higher or lower
+_RECENCY = 0.97  # what evidence for after an alarm still weighs one outcome later
 _LOG_ODDS_RATIO = math.log(_ODDS_RATIO)
 
 
@@ -44,6 +45,9 @@ class ChangeDetector:
             if self._sums[side] == 0.0:
                 self._since[side] = Counts()
             else:
+                # What lies far back may be from before the break.
+                num_outcomes = sum(times for _, times in self._outcomes)
+                self._since[side].fade(max(_RECENCY**num_outcomes, 1e-6))
                 for outcome, times in self._outcomes:
                     self._since[side].add(outcome, times)
         self._gains, self._outcomes = [0.0, 0.0], []

@@ -4,11 +4,14 @@ The table itself is in `latency`.
 """
 
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 
 from engine.dispatcher.latency import PLAIN, LatencyTable
 
-CLIP = math.log(1.25)  # of one tree against all; what lies beyond is left to the watchdog
+# Of a tree against plain decoding, in logs: how much cheaper and dearer than tabled it may be believed to be.
+# Two errors of 15% either way make 1.35; to be dear is believed more readily, since it cannot cost speed.
+CLIPS = (math.log(1.5), math.log(4.0))
 TABLE_ERROR = 0.15  # of a tree whose steps were not seen yet, relative
 _MIN_SAMPLES = 3
 _MAX_SAMPLES = 32  # of the running mean, so that it follows slow changes
@@ -18,18 +21,22 @@ _STALE_AFTER = 512  # steps
 
 @dataclass(slots=True)
 class _Ratio:
-    """Mean log of measured over tabled seconds, and how many steps are in it."""
+    """Mean log of measured over tabled seconds, and how many steps are in it; a median while they are few."""
 
     mean: float = 0.0
     num_samples: int = 0
     last_step: int = 0
+    first: list[float] = field(default_factory=list)
 
     def observe(self, log_ratio: float, step: int) -> None:
-        if self.num_samples >= _MIN_SAMPLES:
-            log_ratio = min(max(log_ratio, self.mean - _MAX_SURPRISE), self.mean + _MAX_SURPRISE)
         self.num_samples = min(self.num_samples + 1, _MAX_SAMPLES)
-        self.mean += (log_ratio - self.mean) / self.num_samples
         self.last_step = step
+        if self.num_samples <= _MIN_SAMPLES:
+            self.first.append(log_ratio)
+            self.mean = statistics.median(self.first)
+            return
+        log_ratio = min(max(log_ratio, self.mean - _MAX_SURPRISE), self.mean + _MAX_SURPRISE)
+        self.mean += (log_ratio - self.mean) / self.num_samples
 
 
 class LatencyModel:
@@ -76,12 +83,19 @@ class LatencyModel:
 
     def _log_ratio(self, name: str, batch: int) -> float:
         whole = self._whole()
+        learnt = self._learnt(name, batch, whole)
+        if name == PLAIN:
+            return learnt
+        plain = self._learnt(PLAIN, batch, whole)
+        return min(max(learnt, plain - CLIPS[0]), plain + CLIPS[1])
+
+    def _learnt(self, name: str, batch: int, whole: float) -> float:
         of_arm = [ratio.mean for (arm, _), ratio in self._ratios.items() if arm == name]
         mean = (sum(of_arm) + whole) / (len(of_arm) + 1)
         ratio = self._ratios.get((name, self.table.bucket(batch)))
-        if ratio is not None:
-            mean = (ratio.num_samples * ratio.mean + mean) / (ratio.num_samples + 1)
-        return min(max(mean, whole - CLIP), whole + CLIP)
+        if ratio is None:
+            return mean
+        return (ratio.num_samples * ratio.mean + mean) / (ratio.num_samples + 1)
 
     def _whole(self) -> float:
         """The mean over trees that were seen, and of one that the table has right."""

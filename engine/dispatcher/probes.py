@@ -48,7 +48,7 @@ class Prober:
     def __init__(self) -> None:
         self.num_probes = 0
         self.credit = -1.0  # seconds; below zero before the first plan
-        self._next_step = _PLAIN_GAP
+        self._next_step = _SHORT_GAP
         self._patience = 1
 
     def earn(self, seconds: float) -> None:
