@@ -27,8 +27,10 @@ _DRIFT_NODES = 256  # visited nodes in which a text may change as much as two te
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What a tree is expected to bring per row: `tokens` with the running requests as they are, `settled`
-    leaving aside what is known of single requests; `error` is the standard error of both.
+    """What a tree is expected to bring per row: `settled` leaving aside what is known of single requests,
+    `tokens` less where the running ones accept less than their kind; `error` is the standard error of both.
+
+    Requests that accept more do not count: they end soon, and the arm must not change with each.
     """
 
     tokens: float
@@ -137,7 +139,7 @@ class AcceptanceModel:
             tilted = [tilt(row, lean) for row in known.profile] if lean else known.profile
             tokens += share * (acceptance_length(topology, tilted) if lean else length)
             variance += share * share * variance_of_tokens(topology, known)
-        return Prospect(tokens, settled, math.sqrt(variance))
+        return Prospect(min(tokens, settled), settled, math.sqrt(variance))
 
     def estimate(self, kind: RowKind | None) -> Estimate:
         """Return what is known of rows of `kind`, None for all rows."""

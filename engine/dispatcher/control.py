@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from engine.dispatcher.latency import PLAIN
 
 MARGIN = 0.005  # a tree must be sure to beat measured plain decoding by this much
-DEVIATIONS = 1.0  # standard errors taken off a tree's tokens to be sure
-OPTIMISM = 2.0  # standard errors added to a tree's tokens for what it may turn out to bring
+DEVIATIONS = 1.0  # standard errors that a tree's tokens may be off: beyond them a comparison is sure
+OPTIMISM = 2.5  # standard errors added to a tree's tokens for what it may turn out to bring
 GAIN = 0.01  # a change at the same load must promise this much
 MAX_SWITCHES = 3  # recent ones after which the arm is held at the same load, unless it loses
 PATIENCE = 3  # decisions in a row that must agree before a more expensive tree is taken
@@ -63,14 +63,14 @@ class ArmEstimate:
         return self.batch * self.settled / self.seconds
 
     @property
-    def lower_rate(self) -> float:
-        """What the rate is sure to be."""
-        return self.batch * (self.tokens - DEVIATIONS * self.error) / self.seconds
+    def doubt(self) -> float:
+        """How far the rate may be off."""
+        return DEVIATIONS * self.batch * self.error / self.seconds
 
     @property
     def upper_rate(self) -> float:
         """What the rate may turn out to be."""
-        return self.batch * (self.tokens + OPTIMISM * self.error) / self.least_seconds
+        return self.batch * (self.settled + OPTIMISM * self.error) / self.least_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +114,24 @@ class Choice:
 def choose_arm(situation: Situation) -> Choice:
     """Return the arm for the coming steps.
 
-    Trees that may run are those sure to beat plain decoding, and the held one as long as it is expected to.
-    The best of them by expected rate leads. At a new load the leader is taken at once; at the same load a
-    cheaper leader is taken at once, a more expensive one after `PATIENCE` decisions, either only for a gain
-    and not after too many switches. A held tree that loses to plain decoding is always left. Once the arm
-    was changed at this load, what is known of single requests no longer counts: they come and go.
+    A tree may be taken where it is sure to beat plain decoding, and held until it is sure not to. The best of
+    the trees that may run leads by its expected rate, else plain decoding does. At a new load the leader is
+    taken at once; at the same load a cheaper leader is taken at once, a more expensive one after `PATIENCE`
+    decisions, either only for a gain and not after too many switches. A held tree that is sure to lose to
+    plain decoding is always left. Once the arm was changed at this load, what is known of single requests no
+    longer counts: they come and go.
     """
     now = settle(situation) if situation.num_switches else situation
     plain = now.plain
     if now.num_blocked:
         return Choice(PLAIN, Reason.WATCHDOG, PLAIN)
-    able = [arm for arm in now.arms[1:] if not math.isinf(arm.seconds)]
-    within = [arm for arm in able if arm.seconds <= now.max_seconds]
-    held = next((arm for arm in within if arm.name == now.held), plain)
-    leader = max(
-        (plain, *(arm for arm in within if is_sure(arm, now))), key=lambda arm: (arm.rate, -arm.seconds)
-    )
+    able = [arm for arm in now.arms[1:] if arm.seconds <= now.max_seconds and not math.isinf(arm.seconds)]
+    held = next((arm for arm in able if arm.name == now.held), plain)
+    sure = [arm for arm in able if may_run(arm, now)]
+    leader = max(sure, key=lambda arm: (arm.rate, -arm.seconds), default=plain)
     if now.is_new_load:
         return Choice(leader.name, Reason.NEW_LOAD if leader is not plain else _why_plain(now), leader.name)
-    if held is not plain and held.settled_rate < plain.rate and held.rate < plain.rate:
+    if held is not plain and held not in sure and is_losing(held, now):
         return Choice(leader.name, Reason.LOSING, leader.name)
     return _switch_or_hold(now, held, leader)
 
@@ -142,13 +141,18 @@ def settle(now: Situation) -> Situation:
     return replace(now, arms=tuple(replace(arm, tokens=arm.settled) for arm in now.arms))
 
 
-def is_sure(arm: ArmEstimate, now: Situation) -> bool:
-    """Return whether a tree may run: the held one while it is expected to beat plain decoding, another where
-    it is sure to.
+def may_run(arm: ArmEstimate, now: Situation) -> bool:
+    """Return whether a tree is sure to beat plain decoding; the held one, at the same load, whether it is not
+    sure to lose.
     """
-    if arm.name == now.held and arm.rate >= now.plain.rate:
-        return True
-    return arm.lower_rate >= (1.0 + MARGIN) * now.plain.rate
+    if arm.name == now.held and not now.is_new_load:
+        return arm.rate + arm.doubt >= now.plain.rate
+    return arm.rate - arm.doubt >= (1.0 + MARGIN) * now.plain.rate
+
+
+def is_losing(arm: ArmEstimate, now: Situation) -> bool:
+    """Return whether a tree is sure to lose to plain decoding, single requests left aside."""
+    return arm.settled_rate + arm.doubt < now.plain.rate
 
 
 def _switch_or_hold(now: Situation, held: ArmEstimate, leader: ArmEstimate) -> Choice:
@@ -180,6 +184,6 @@ def _why_plain(now: Situation) -> Reason:
     able = [arm for arm in now.arms[1:] if not math.isinf(arm.seconds)]
     if not able:
         return Reason.ONLY_PLAIN
-    if any(arm.lower_rate >= (1.0 + MARGIN) * now.plain.rate for arm in able):
+    if any(arm.rate - arm.doubt >= (1.0 + MARGIN) * now.plain.rate for arm in able):
         return Reason.TOO_SLOW
     return Reason.NOT_SURE

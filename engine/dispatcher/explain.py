@@ -15,7 +15,7 @@ from engine.dispatcher.control import (
     Reason,
     Situation,
     choose_arm,
-    is_sure,
+    may_run,
     settle,
 )
 from engine.dispatcher.state import DispatchState
@@ -60,7 +60,7 @@ def _cells(arm: ArmEstimate) -> tuple[str, ...]:
         f"{arm.error:.2f}",
         f"{1e3 * arm.seconds:.2f}",
         f"{arm.rate:.1f}",
-        f"{arm.lower_rate:.1f}",
+        f"{arm.rate - arm.doubt:.1f}",
         f"{arm.upper_rate:.1f}",
         "yes" if arm.is_measured else "no",
     )
@@ -75,7 +75,7 @@ def _rules(now: Situation, choice: Choice) -> list[str]:
     held = now.arm(now.held)
     lines = [
         f"Plain decoding brings {plain.rate:.1f} tokens/s; a tree must be sure of {needed:.1f} to run.",
-        *(_may_run(arm, now, needed) for arm in now.arms[1:]),
+        *(_verdict(arm, now) for arm in now.arms[1:]),
         f"{leader.name} leads with {leader.rate:.1f} tokens/s.",
     ]
     if held is not None and not now.is_new_load and held.name != leader.name:
@@ -88,16 +88,21 @@ def _rules(now: Situation, choice: Choice) -> list[str]:
     return [*lines, _last_rule(now, choice)]
 
 
-def _may_run(arm: ArmEstimate, now: Situation, needed: float) -> str:
+def _verdict(arm: ArmEstimate, now: Situation) -> str:
     if math.isinf(arm.seconds):
         return f"{arm.name} cannot run or pay at this batch."
     if arm.seconds > now.max_seconds:
         return f"{arm.name} is over the cap: {1e3 * arm.seconds:.2f} > {1e3 * now.max_seconds:.2f} ms a step."
-    if not is_sure(arm, now):
-        return f"{arm.name} may not run: it is sure of {arm.lower_rate:.1f} < {needed:.1f}."
-    if arm.lower_rate < needed:
-        return f"{arm.name} may go on, as it is expected to bring {arm.rate:.1f} >= {now.plain.rate:.1f}."
-    return f"{arm.name} may run: it is sure of {arm.lower_rate:.1f} >= {needed:.1f}."
+    lower, upper = arm.rate - arm.doubt, arm.rate + arm.doubt
+    is_held = arm.name == now.held and not now.is_new_load
+    if may_run(arm, now):
+        bound = (
+            f"not sure to lose: {upper:.1f} >= {now.plain.rate:.1f}" if is_held else f"sure of {lower:.1f}"
+        )
+        return f"{arm.name} may run: it is {bound}."
+    if is_held:
+        return f"{arm.name} may not run on: it is sure to stay under {upper:.1f} < {now.plain.rate:.1f}."
+    return f"{arm.name} may not run: it is sure of {lower:.1f} only."
 
 
 def _last_rule(now: Situation, choice: Choice) -> str:
@@ -118,7 +123,7 @@ def _last_rule(now: Situation, choice: Choice) -> str:
         case Reason.TOO_MANY:
             return f"The arm stays: {now.num_switches} changes lately, {MAX_SWITCHES} are allowed."
         case Reason.LOSING:
-            return "The held tree brings less than plain decoding, so it is left at once."
+            return "The held tree is sure to lose to plain decoding, so it is left at once."
         case Reason.BEST:
             return "The held arm stays: nothing is better by enough."
         case _:

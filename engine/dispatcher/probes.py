@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.dispatcher.control import ArmEstimate, Situation
 
-BUDGET = 0.004  # of the time, the most that probes may lose
+BUDGET = 0.006  # of the time, the most that probes may lose
 _FIRST_BUDGET = 4.0  # plain steps that may be lost at the start
 _MOST_SAVED = 6.0  # plain steps that may be saved up
 _GAP = 96  # steps between two probes
@@ -99,7 +99,7 @@ def _wanted(now: Situation, held: ArmEstimate) -> tuple[Probe, Aim] | None:
     if hopeful:
         return _probe(max(hopeful, key=lambda arm: arm.upper_rate), held, num_steps), Aim.TOKENS
     if held is now.plain and trees:
-        return _probe(min(trees, key=lambda arm: arm.seconds), held, num_steps), Aim.RECOVERY
+        return _probe(min(trees, key=lambda arm: arm.seconds), held, max(2, num_steps // 2)), Aim.RECOVERY
     return None
 
 

@@ -63,15 +63,18 @@ def test_kinds_of_rows_are_told_apart_and_a_new_one_begins_at_the_whole():
     assert sum(model.estimate(RowKind(1)).profile[0]) == pytest.approx(rates[None], abs=0.02)
 
 
-@pytest.mark.parametrize("lean", [-1.0, 1.0])
-def test_a_request_that_differs_moves_its_tokens_but_hardly_its_kind(lean):
+@pytest.mark.parametrize("lean", [-1.5, 1.5])
+def test_a_request_that_accepts_less_lowers_its_tokens_but_hardly_its_kind(lean):
     model = AcceptanceModel(DEFAULT_PROFILE)
     feed(model, DEFAULT_PROFILE, 400)
     before = model.prospect(TREE)
     feed(model, DEFAULT_PROFILE, 30, batch=1, lean=lean, first=1000, seed=3)
     after = model.prospect(TREE)
-    assert (after.tokens - before.tokens) * lean > 0.2
     assert abs(after.settled - before.settled) < 0.1
+    if lean < 0:
+        assert after.tokens < after.settled - 0.3
+    else:
+        assert after.tokens == after.settled, "requests end; a good one is no reason to change the arm"
 
 
 def test_the_next_request_begins_at_its_kind():
