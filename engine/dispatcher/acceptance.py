@@ -5,7 +5,7 @@ What a step costs is left to `latency`, the choice of a tree to `control`.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.batch import NUM_RANKS, RowKind, RowStats
@@ -18,7 +18,9 @@ from engine.tree.topology import TreeTopology
 PRIOR_STRENGTH = 32.0  # visited nodes a depth
 DISTRUST = 4.0  # the same, once an alarm has shown that what came before no longer holds
 HALF_LIFE = 8192.0  # visited nodes; a break is left to the change detector
-MAX_TILTED_ROWS = 32  # in larger batches requests average out
+_FADE = 0.5 ** (1.0 / HALF_LIFE)
+_MAX_KNOWN = 4096  # rows whose outcomes are kept: the same few come again and again
+MAX_TILTED_ROWS = 8  # in larger batches requests average out
 _FIRST_SPREAD = 0.3  # variance of requests' log odds around their kind's, before any has ended
 _SPREADS = (0.02, 1.0)  # bounds of what is learnt for it
 _SPREAD_SHARE = 0.05  # of it that one ended request replaces
@@ -96,6 +98,7 @@ class AcceptanceModel:
         self._mix: Counter[RowKind] = Counter()  # of the latest step
         self._kind_of: dict[int, RowKind] = {}
         self._estimates: dict[RowKind | None, Estimate] = {}
+        self._known_outcomes: dict[tuple[object, ...], tuple[Outcome, ...]] = {}
         self.num_alarms = 0
 
     def observe(self, rows: Sequence[RowStats], threshold: float) -> bool:
@@ -103,15 +106,10 @@ class AcceptanceModel:
         the evidence in nats that this takes.
         """
         self._meet(rows)
-        share = 0.5 ** (1.0 / HALF_LIFE)
-        for row, times in self._distinct(rows):
-            cell = self._cells.setdefault(row.kind, _Cell())
-            for outcome in outcomes_of(row.topology, row.path_ranks, row.next_rank):
-                predicted = self._predict(row, outcome)
-                for owner in (cell, self._whole):
-                    owner.counts.fade(share**times)
-                    owner.observe(outcome, predicted, times)
-                self._learn_request(row, outcome, predicted)
+        for kind, outcome, times, predicted in self._seen(rows):
+            for owner in (self._cell(kind), self._whole):
+                owner.counts.fade(_FADE**times)
+                owner.observe(outcome, predicted, times)
         alarms = [cell.reset_on_alarm(threshold) for cell in (*self._cells.values(), self._whole)]
         if any(alarms):
             self.num_alarms += 1
@@ -147,7 +145,7 @@ class AcceptanceModel:
             if kind is None:
                 self._estimates[None] = estimate(self._whole.counts, self._prior, self._whole.strength)
             else:
-                cell = self._cells.setdefault(kind, _Cell())
+                cell = self._cell(kind)
                 self._estimates[kind] = estimate(cell.counts, self.estimate(None), cell.strength)
         return self._estimates[kind]
 
@@ -166,30 +164,52 @@ class AcceptanceModel:
             self._spread = min(max(self._spread, _SPREADS[0]), _SPREADS[1])
         self._kind_of = {row.sequence_idx: row.kind for row in rows}
 
-    def _distinct(self, rows: Sequence[RowStats]) -> list[tuple[RowStats, int]]:
-        """Return rows that say different things, with how many say so; few in large batches."""
+    def _seen(self, rows: Sequence[RowStats]) -> Iterator[tuple[RowKind, Outcome, int, float]]:
+        """Yield what was seen, how often, and how likely a hit was by what was known before; each request
+        learns of itself.
+        """
         if self._tilts:
-            return [(row, 1) for row in rows]
-        found: dict[object, tuple[RowStats, int]] = {}
-        for row in rows:
-            key = (row.kind, *row_key(row))
-            first, times = found.get(key, (row, 0))
-            found[key] = (first, times + 1)
-        return list(found.values())
+            for row in rows:
+                known = self._tilts[row.sequence_idx]
+                for outcome in self._outcomes(row):
+                    leaning = tilt(self.estimate(row.kind).profile[outcome.depth], known.mean)
+                    predicted = sum(leaning[: outcome.width])
+                    yield row.kind, outcome, 1, predicted
+                    known.observe(outcome.is_hit, predicted, sum(leaning), self._spread)
+            return
+        counts: Counter[tuple[RowKind, Outcome]] = Counter()
+        for row, times in _distinct(rows):
+            for outcome in self._outcomes(row):
+                counts[row.kind, outcome] += times
+        for (kind, outcome), times in counts.items():
+            ranks = self.estimate(kind).profile[outcome.depth]
+            yield kind, outcome, times, sum(ranks[: outcome.width])
 
-    def _predict(self, row: RowStats, outcome: Outcome) -> float:
-        """Return how likely a hit was by what was known before."""
-        lean = self._tilts[row.sequence_idx].mean if self._tilts else 0.0
-        return sum(tilt(self.estimate(row.kind).profile[outcome.depth], lean)[: outcome.width])
+    def _outcomes(self, row: RowStats) -> tuple[Outcome, ...]:
+        key = row_key(row)
+        if key not in self._known_outcomes:
+            if len(self._known_outcomes) >= _MAX_KNOWN:
+                self._known_outcomes.clear()
+            self._known_outcomes[key] = outcomes_of(row.topology, row.path_ranks, row.next_rank)
+        return self._known_outcomes[key]
 
-    def _learn_request(self, row: RowStats, outcome: Outcome, predicted: float) -> None:
-        if self._tilts:
-            known = self._tilts[row.sequence_idx]
-            total = sum(tilt(self.estimate(row.kind).profile[outcome.depth], known.mean))
-            known.observe(outcome.is_hit, predicted, total, self._spread)
+    def _cell(self, kind: RowKind) -> _Cell:
+        if kind not in self._cells:
+            self._cells[kind] = _Cell()
+        return self._cells[kind]
 
     def _mean_tilt(self, kind: RowKind) -> float:
         if not self._tilts:
             return 0.0
         leans = [known.mean for idx, known in self._tilts.items() if self._kind_of[idx] == kind]
         return sum(leans) / len(leans) if leans else 0.0
+
+
+def _distinct(rows: Sequence[RowStats]) -> Iterable[tuple[RowStats, int]]:
+    """Return rows that say different things, with how many say so."""
+    found: dict[tuple[RowKind, object], tuple[RowStats, int]] = {}
+    for row in rows:
+        key = (row.kind, row_key(row))
+        first, times = found.get(key, (row, 0))
+        found[key] = (first, times + 1)
+    return found.values()

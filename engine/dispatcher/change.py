@@ -9,7 +9,6 @@ from engine.dispatcher.evidence import Counts, Outcome
 
 _ODDS_RATIO = 4.0  # the break it is tuned for: odds of acceptance this many times higher or lower
 _RECENCY = 0.97  # what evidence for after an alarm still weighs one outcome later
-_LOG_ODDS_RATIO = math.log(_ODDS_RATIO)
 
 
 class ChangeDetector:
@@ -22,7 +21,7 @@ class ChangeDetector:
 
     def __init__(self) -> None:
         self._sums = [0.0, 0.0]
-        self._since = [Counts(), Counts()]
+        self._since: list[Counts | None] = [None, None]
         self._gains = [0.0, 0.0]  # of the step so far: its rows have no order
         self._outcomes: list[tuple[Outcome, int]] = []
 
@@ -31,9 +30,9 @@ class ChangeDetector:
         right with probability `predicted`.
         """
         p = min(max(predicted, 0.01), 0.99)
-        for side, log_ratio in enumerate((-_LOG_ODDS_RATIO, _LOG_ODDS_RATIO)):
-            gain = log_ratio if outcome.is_hit else 0.0
-            self._gains[side] += times * (gain - math.log1p((math.exp(log_ratio) - 1.0) * p))
+        for side, ratio in enumerate((1.0 / _ODDS_RATIO, _ODDS_RATIO)):
+            gain = math.log(ratio) if outcome.is_hit else 0.0
+            self._gains[side] += times * (gain - math.log1p((ratio - 1.0) * p))
         self._outcomes.append((outcome, times))
 
     def alarm(self, threshold: float) -> Counts | None:
@@ -43,17 +42,19 @@ class ChangeDetector:
         for side in (0, 1):
             self._sums[side] = max(0.0, self._sums[side] + self._gains[side])
             if self._sums[side] == 0.0:
-                self._since[side] = Counts()
+                self._since[side] = None
             else:
+                since = self._since[side] or Counts()
+                self._since[side] = since
                 # What lies far back may be from before the break.
                 num_outcomes = sum(times for _, times in self._outcomes)
-                self._since[side].fade(max(_RECENCY**num_outcomes, 1e-6))
+                since.fade(max(_RECENCY**num_outcomes, 1e-6))
                 for outcome, times in self._outcomes:
-                    self._since[side].add(outcome, times)
+                    since.add(outcome, times)
         self._gains, self._outcomes = [0.0, 0.0], []
         side = 0 if self._sums[0] >= self._sums[1] else 1
         if self._sums[side] < threshold:
             return None
-        since = self._since[side]
-        self._sums, self._since = [0.0, 0.0], [Counts(), Counts()]
-        return since
+        found = self._since[side]
+        self._sums, self._since = [0.0, 0.0], [None, None]
+        return found
