@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("attention", "transfer"),
     ("model < draft", "scheduler", "dispatcher"),
     ("runner",),
-    ("counters < engine < messages < core < core_link < async_engine", "near_tie"),
+    ("counters < step_times < engine < messages < core < core_link < async_engine", "near_tie"),
     ("training",),
 )
 
