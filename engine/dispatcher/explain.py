@@ -32,7 +32,7 @@ def explain(state: DispatchState) -> str:
     lines = [f"step {state.step}: held arm {asked.held}, {load}", "", *_table(now), ""]
     if now is not asked:
         lines.append(
-            f"The arm was changed {asked.num_switches} times lately: single requests are left aside."
+            f"Changes of the arm at this load lately: {asked.num_switches}. Single requests are left aside."
         )
     lines += [f"{idx}. {line}" for idx, line in enumerate(_rules(now, choice), start=1)]
     lines += ["", f"Choice: {choice.name} ({choice.reason})."]
