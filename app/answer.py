@@ -9,7 +9,7 @@ from typing import Literal
 from app.tokenizer import Tokenizer
 from engine import FinishReason, IncrementalDetokenizer, SequenceDelta, StepError, StopStrings
 
-AnswerEnd = Literal["stop", "length"]
+AnswerEnd = Literal["stop", "length", "tool_calls"]
 
 
 class Answer:

@@ -1,6 +1,6 @@
-"""Measures speculation against plain decoding on one engine, in paired rounds of one run.
+"""Measures trees against plain decoding on one engine, in paired rounds of one run.
 
-Both arms get the same prompts and emit the same number of tokens, so the speed-up of a round is a ratio of
+All arms get the same prompts and emit the same number of tokens, so the speed-up of a round is a ratio of
 times. Printing is left to `cli_bench`, prompts to `bench_prompts`.
 """
 
@@ -19,20 +19,27 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What is measured: `rounds` pairs per batch size, answers of `max_tokens` tokens at temperature 0."""
+    """What is measured: `rounds` rounds per batch size, each of plain decoding and every tree once; answers
+    have `max_tokens` tokens at temperature 0.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     batches: tuple[int, ...]
     max_tokens: int
     rounds: int
-    tree: str
+    trees: tuple[str, ...]
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (PLAIN, *self.trees)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One batch on one arm."""
+    """One batch on one arm; the device worked for `device_seconds` of the `seconds`."""
 
     seconds: float
+    device_seconds: float
     prompts: Sequence[tuple[int, ...]]
     completions: list[Completion]
 
@@ -43,14 +50,6 @@ class Run:
     @property
     def num_calls(self) -> int:
         return sum(completion.num_calls for completion in self.completions)
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One round: plain decoding and speculation on the same prompts."""
-
-    plain: Run
-    speculative: Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class Divergence:
 class Cell:
     """One arm at one batch size; the interval is that of `speedup` over plain decoding, at 95%.
 
-    `context` is the mean length of the prompts. All but `divergences` of `rows` answers equal plain
-    decoding's token for token.
+    `context` is the mean length of the prompts, `idle_share` the device's time between steps. All but
+    `divergences` of `rows` answers equal plain decoding's token for token.
     """
 
     batch: int
@@ -78,6 +77,7 @@ class Cell:
     speedup: float
     ci_low: float
     ci_high: float
+    idle_share: float
     rows: int
     divergences: tuple[Divergence, ...]
 
@@ -87,16 +87,17 @@ class Cell:
 
 
 def measure(engine: StepEngine, plan: BenchPlan, clock: Callable[[], float]) -> list[Cell]:
-    """Return two cells per batch size, plain decoding first. Arms alternate ABBA from round to round."""
+    """Return a cell per batch size and arm, plain decoding first. Arms alternate ABBA from round to round."""
     cells = []
     for batch in plan.batches:
-        for arm in (PLAIN, plan.tree):
+        for arm in plan.arms:
             _run(engine, _prompts(plan, batch, 0), arm, min(WARM_UP_TOKENS, plan.max_tokens), clock)
-        pairs = [_run_pair(engine, plan, batch, round_idx, clock) for round_idx in range(plan.rounds)]
-        prompts = [prompt for idx in range(plan.rounds) for prompt in _prompts(plan, batch, idx)]
-        context = round(sum(map(len, prompts)) / len(prompts))
-        cells += [_cell(PLAIN, batch, context, [(p.plain, p.plain) for p in pairs])]
-        cells += [_cell(plan.tree, batch, context, [(p.plain, p.speculative) for p in pairs])]
+        runs: dict[str, list[Run]] = {arm: [] for arm in plan.arms}
+        for round_idx in range(plan.rounds):
+            prompts = _prompts(plan, batch, round_idx)
+            for arm in plan.arms if round_idx % 2 == 0 else reversed(plan.arms):
+                runs[arm].append(_run(engine, prompts, arm, plan.max_tokens, clock))
+        cells += [_cell(arm, batch, runs[PLAIN], runs[arm]) for arm in plan.arms]
     return cells
 
 
@@ -127,15 +128,6 @@ def _prompts(plan: BenchPlan, batch: int, round_idx: int) -> list[tuple[int, ...
     return [plan.prompts[(start + row) % len(plan.prompts)] for row in range(batch)]
 
 
-def _run_pair(
-    engine: StepEngine, plan: BenchPlan, batch: int, round_idx: int, clock: Callable[[], float]
-) -> Pair:
-    prompts = _prompts(plan, batch, round_idx)
-    arms = (PLAIN, plan.tree) if round_idx % 2 == 0 else (plan.tree, PLAIN)
-    runs = [_run(engine, prompts, arm, plan.max_tokens, clock) for arm in arms]
-    return Pair(*runs) if round_idx % 2 == 0 else Pair(*reversed(runs))
-
-
 def _run(
     engine: StepEngine,
     prompts: Sequence[tuple[int, ...]],
@@ -145,29 +137,33 @@ def _run(
 ) -> Run:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, speculation=arm)
     requests = [Request(f"row-{row}", prompt, sampling) for row, prompt in enumerate(prompts)]
+    before = engine.stats().step_seconds
     start = clock()
     completions = run_to_end(engine, requests)
-    return Run(clock() - start, prompts, completions)
+    seconds = clock() - start
+    return Run(seconds, engine.stats().step_seconds - before, prompts, completions)
 
 
-def _cell(arm: str, batch: int, context: int, pairs: Sequence[tuple[Run, Run]]) -> Cell:
-    """Sum the rounds of one arm; each comes with the plain run of its round."""
+def _cell(arm: str, batch: int, plain_runs: Sequence[Run], runs: Sequence[Run]) -> Cell:
+    """Sum the rounds of one arm, beside those of plain decoding."""
+    pairs = list(zip(plain_runs, runs, strict=True))
     speedup, low, high = speedup_interval([(plain.seconds, run.seconds) for plain, run in pairs])
     rows = [
         (prompt, left.token_ids, right.token_ids)
         for plain, run in pairs
         for prompt, left, right in zip(run.prompts, plain.completions, run.completions, strict=True)
     ]
-    num_tokens = sum(run.num_tokens for _, run in pairs)
+    num_tokens, seconds = sum(run.num_tokens for run in runs), sum(run.seconds for run in runs)
     return Cell(
         batch=batch,
-        context=context,
+        context=round(sum(len(prompt) for prompt, _, _ in rows) / len(rows)),
         arm=arm,
-        tokens_per_second=num_tokens / sum(run.seconds for _, run in pairs),
-        tokens_per_call=num_tokens / sum(run.num_calls for _, run in pairs),
+        tokens_per_second=num_tokens / seconds,
+        tokens_per_call=num_tokens / sum(run.num_calls for run in runs),
         speedup=speedup,
         ci_low=low,
         ci_high=high,
+        idle_share=1 - sum(run.device_seconds for run in runs) / seconds,
         rows=len(rows),
         divergences=tuple(found for row in rows if (found := _divergence(*row)) is not None),
     )

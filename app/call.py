@@ -3,7 +3,7 @@
 Parsing bodies is left to `protocol`, tokens and choices to `choices`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine import SamplingParams
 
@@ -11,12 +11,49 @@ Prompt = str | tuple[int, ...]  # text, or token ids
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function by the model; `arguments` is JSON text, which need not be valid."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema as the client wrote it."""
+
+    name: str
+    description: str
+    parameters: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat; `content` is text only."""
+    """One turn of a chat; `content` is text only. `tool_call_id` names the call that a tool answers."""
 
     role: str
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """How a chat is written as a prompt, besides its messages.
+
+    With `adds_generation_prompt` the prompt ends where an answer begins; with `continues_final` it ends
+    inside the last message, which the answer goes on with. `arguments` are more names for the template.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    adds_generation_prompt: bool = True
+    continues_final: bool = False
+    arguments: dict[str, object] = field(default_factory=dict)
+
+
+PLAIN_SHAPE = PromptShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +81,12 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
+    """`is_one_call` lets an answer make one call of a tool at most."""
+
     messages: tuple[Message, ...]
     options: CallOptions
+    shape: PromptShape = PLAIN_SHAPE
+    is_one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +105,8 @@ class TokenizeCall:
     model: str | None
     source: str | tuple[Message, ...]
     adds_special_tokens: bool
-    adds_generation_prompt: bool
     wants_texts: bool
+    shape: PromptShape = PLAIN_SHAPE
 
 
 @dataclass(frozen=True, slots=True)

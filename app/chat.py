@@ -3,6 +3,7 @@
 Turning the text into tokens is left to `tokenizer`.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from datetime import datetime
@@ -10,11 +11,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from app.call import Message
+from app.call import PLAIN_SHAPE, Message, PromptShape
+from app.tool_formats import ToolFormat
+from app.tool_prompt import format_of, signature, turns, turns_in_words
 from engine import ModelLoadError, RequestError
 
+_END_MARK = "\x00end-of-text\x00"  # stands in no message: found again in what a template made of it
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -28,28 +33,64 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         config = _read_config(folder / "tokenizer_config.json")
         self._special_tokens = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS}
-        source = _read_source(folder / "chat_template.jinja", config.get("chat_template"))
+        sources = _read_sources(folder / "chat_template.jinja", config.get("chat_template"))
         try:
-            self._template = None if source is None else _environment().from_string(source)
+            self._template = _compile(sources.get("default"))
+            self._tool_template = _compile(sources.get("tool_use")) or self._template
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"the chat template of {folder} is not valid Jinja: {error}") from error
+        tool_source = sources.get("tool_use", sources.get("default", ""))
+        self._knows_tools = "tools" in _variables(tool_source)
+        self.tool_format: ToolFormat = format_of(tool_source)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Return the prompt of a chat; with `add_generation_prompt` it ends where the answer begins."""
-        if self._template is None:
+    def render(self, messages: Sequence[Message], shape: PromptShape = PLAIN_SHAPE) -> str:
+        """Return the prompt of a chat.
+
+        A template that knows no tools gets them, their calls and their results as words in the texts.
+        """
+        if shape.continues_final:
+            return self._render_open(messages, shape)
+        template = self._tool_template if shape.tools else self._template
+        if template is None:
             raise RequestError("this model has no chat template: use /v1/completions", "messages")
-        turns = [
-            {"role": m.role, "content": m.content} | ({} if m.name is None else {"name": m.name})
-            for m in messages
-        ]
-        try:
-            return self._template.render(
-                messages=turns, add_generation_prompt=add_generation_prompt, **self._special_tokens
+        given = {"add_generation_prompt": shape.adds_generation_prompt} | self._special_tokens
+        if taken := shape.arguments.keys() & {*given, "messages", "tools"}:
+            raise RequestError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs"
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        try:
+            return template.render(
+                messages=turns(messages) if self._knows_tools else turns_in_words(messages, shape.tools),
+                tools=[signature(tool) for tool in shape.tools] or None,
+                **given,
+                **shape.arguments,
+            )
+        except (jinja2.TemplateError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
+
+    def _render_open(self, messages: Sequence[Message], shape: PromptShape) -> str:
+        """Return the prompt up to the end of the last message's text, behind which templates close it."""
+        *before, last = messages
+        marked = dataclasses.replace(last, content=last.content + _END_MARK)
+        text = self.render([*before, marked], dataclasses.replace(shape, continues_final=False))
+        prompt, mark, _ = text.rpartition(_END_MARK)
+        if not mark:
+            raise RequestError(
+                "the model's chat template leaves out the last message: it cannot be continued",
+                "continue_final_message",
+            )
+        return prompt
+
+
+def _compile(source: str | None) -> jinja2.Template | None:
+    return None if source is None else _environment().from_string(source)
+
+
+def _variables(source: str) -> set[str]:
+    """Return the names that a template is given from outside."""
+    return meta.find_undeclared_variables(_environment().parse(source))
 
 
 def _environment() -> jinja2.Environment:
@@ -87,14 +128,15 @@ def _read_config(path: Path) -> dict[str, object]:
     return config
 
 
-def _read_source(path: Path, configured: object) -> str | None:
-    """A configured template is a string, or a list of named ones of which `default` is ours."""
+def _read_sources(path: Path, configured: object) -> dict[str, str]:
+    """A configured template is a string, or a list of named ones: we use `default` and `tool_use`."""
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(configured, list):
-        named = {item.get("name"): item.get("template") for item in configured if isinstance(item, dict)}
-        configured = named.get("default")
-    return configured if isinstance(configured, str) else None
+        return {"default": path.read_text(encoding="utf-8")}
+    if isinstance(configured, str):
+        return {"default": configured}
+    named = configured if isinstance(configured, list) else []
+    pairs = [(item.get("name"), item.get("template")) for item in named if isinstance(item, dict)]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
 
 
 def _token_text(token: object) -> str:

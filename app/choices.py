@@ -25,6 +25,16 @@ class Limits:
     max_concurrent_calls: int | None = None
 
 
+def check_num_requests(num_prompts: int, num_choices: int, parameter: str, limits: Limits) -> None:
+    """Raise `RequestError` for a call of more answers than `limits` allow, before its prompts cost time."""
+    num_requests = num_prompts * num_choices
+    if num_requests > limits.max_requests:
+        raise RequestError(
+            f"one call may ask for {limits.max_requests} answers (prompts x n), found {num_requests}",
+            "n" if num_prompts == 1 else parameter,
+        )
+
+
 def plan_requests(
     call_id: str,
     prompts: Sequence[tuple[int, ...]],
@@ -36,14 +46,8 @@ def plan_requests(
     """Return the requests of a call; choice k of prompt i is number i * num_choices + k.
 
     `parameter` names the body's field that holds the prompts. Raises `RequestError` for an empty or over-long
-    prompt, a token id outside the vocabulary, and a call of more answers than `limits` allow.
+    prompt and for a token id outside the vocabulary.
     """
-    num_requests = len(prompts) * options.num_choices
-    if num_requests > limits.max_requests:
-        raise RequestError(
-            f"one call may ask for {limits.max_requests} answers (prompts x n), found {num_requests}",
-            "n" if len(prompts) == 1 else parameter,
-        )
     _check_sampling(options.sampling, facts)
     requests: list[Request] = []
     for token_ids in prompts:

@@ -95,15 +95,60 @@ def _add_bench(commands: "_Commands[argparse.ArgumentParser]") -> None:
     _add_model(bench)
     bench.add_argument("--batch", type=_positive_list, default=(1, 4), metavar="N,N", help="batch sizes")
     bench.add_argument(
-        "--context", type=_positive, metavar="N", help="prompt tokens; without it as they come"
+        "--context", type=_token_counts, metavar="N,N", help="prompt tokens, 8k for 8192; else as they come"
     )
+    bench.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL with turns, prompt or messages")
     bench.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="tokens per answer")
-    bench.add_argument(
-        "--rounds", type=_positive, default=5, metavar="N", help="paired rounds per batch size"
-    )
-    bench.add_argument("--tree", default="auto", metavar="MODE", help="auto, or one tree name")
+    bench.add_argument("--rounds", type=_positive, default=5, metavar="N", help="rounds per batch size")
+    bench.add_argument("--tree", type=_names, default=("auto",), metavar="T,T", help="auto, or tree names")
     bench.add_argument("--dtype", choices=_DTYPES, default="auto")
+    bench.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    bench.add_argument("--attention-backend", default="auto", metavar="NAME")
+    bench.add_argument("--block-size", type=_positive, metavar="N", help="tokens per cache block")
     bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_bench_synthetic(bench)
+
+
+def _add_bench_synthetic(bench: argparse.ArgumentParser) -> None:
+    synthetic = bench.add_argument_group("random weights of a published shape, acceptance from a profile")
+    synthetic.add_argument("--synthetic", action=_Synthetic, metavar="NAME", help="such as llama-3.1-8b")
+    synthetic.add_argument(
+        "--tokens-per-call", type=float, default=2.78, metavar="X", help="what a chain of 3 drafts emits"
+    )
+    synthetic.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="acceptance by depth and rank; else that of the shipped draft",
+    )
+    synthetic.add_argument(
+        "--trees",
+        type=_tree_sizes,
+        default=((6, 3), (8, 4), (12, 4), (16, 5), (24, 5), (32, 6)),
+        metavar="N:D,N:D",
+        help="sizes of the trees to search: nodes and most levels of drafts",
+    )
+    synthetic.add_argument(
+        "--temperature", type=_temperatures, default=(0.0,), metavar="T,T", help="above 0 with top-p 0.9"
+    )
+    synthetic.add_argument("--seconds", type=float, default=600.0, help="for all cells together")
+    synthetic.add_argument("--trace", action="store_true", help="list the kernels of a step in the JSON")
+    synthetic.add_argument("--out", type=Path, metavar="FOLDER", help="for JSON and a plot")
+
+
+class _Synthetic(argparse.Action):
+    """Names a synthetic model, and with it the module that measures one: it needs torch alone."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        del parser, option_string
+        setattr(namespace, self.dest, values)
+        namespace.module = "app.cli_bench_synthetic"
 
 
 def _add_eval(commands: "_Commands[argparse.ArgumentParser]") -> None:
@@ -165,6 +210,26 @@ def _positive(text: str) -> int:
 
 def _positive_list(text: str) -> tuple[int, ...]:
     return tuple(_positive(item) for item in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    return tuple(float(item) for item in text.split(","))
+
+
+def _token_counts(text: str) -> tuple[int, ...]:
+    """Read counts such as 512,8k."""
+    return tuple(
+        _positive(item.removesuffix("k")) * (1024 if item.endswith("k") else 1) for item in _names(text)
+    )
+
+
+def _tree_sizes(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (item.partition(":") for item in _names(text))
+    return tuple((_positive(nodes), _positive(levels)) for nodes, _, levels in pairs)
 
 
 if __name__ == "__main__":

@@ -6,24 +6,23 @@ The measuring is left to `evaluation`.
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import TextIO
 
-from app.config import EngineSection
 from app.evaluation import Evaluation, evaluate
 from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
 from app.prompt_file import read_prompts
-from engine import EngineFacts
+from engine import EngineConfig, EngineFacts
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Answer the prompts and write what was accepted."""
     chats = read_prompts(options.prompts, options.limit)
-    model = LocalModel.open(
-        options.model,
-        options.draft,
-        EngineSection(dtype=options.dtype, max_num_seqs=options.batch, max_num_waiting=len(chats)),
+    sizes = EngineConfig(
+        Path(options.model), dtype=options.dtype, max_num_seqs=options.batch, max_num_waiting=len(chats)
     )
+    model = LocalModel.open(sizes, options.model, options.draft)
     prompts = [model.encode_chat(chat) for chat in chats]
     engine = model.engine()
     check_length(max(map(len, prompts)), options.max_tokens, engine.facts.max_model_len)

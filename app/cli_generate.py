@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from app.call import Message
-from app.config import EngineSection
 from app.local_model import LocalModel, check_length
 from app.offline import StepEngine, deltas
-from engine import IncrementalDetokenizer, Request, SamplingParams, SequenceDelta
+from engine import EngineConfig, IncrementalDetokenizer, Request, SamplingParams, SequenceDelta
 
 GREEN = "\x1b[32m"
 RESET = "\x1b[0m"
@@ -40,7 +40,8 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         max_tokens=options.max_tokens,
         speculation=options.speculation,
     )
-    model = LocalModel.open(options.model, options.draft, EngineSection(dtype=options.dtype, max_num_seqs=1))
+    sizes = EngineConfig(Path(options.model), dtype=options.dtype, max_num_seqs=1)
+    model = LocalModel.open(sizes, options.model, options.draft)
     if options.raw:
         prompt = model.tokenizer.encode(options.prompt, add_special_tokens=True)
     else:

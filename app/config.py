@@ -10,13 +10,10 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-import engine
+from app.drafts import AUTO_DRAFT, draft_folder
 from engine import ConfigError, EngineConfig, SpeculationConfig, resolve_model
 
-SHIPPED_DRAFTS = Path(engine.__file__).parent / "draft" / "pretrained"
 DEFAULT_MODEL = "smollm2"
-AUTO_DRAFT = "auto"
-NO_DRAFT = "none"
 
 _SPECULATION = SpeculationConfig()
 _ENGINE = EngineConfig(model=Path())
@@ -42,13 +39,13 @@ class EngineSection(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _ENGINE.dtype
     device: Literal["auto", "cpu", "cuda"] = _ENGINE.device
     attention_backend: str = _ENGINE.attention_backend
-    block_size: int = _ENGINE.block_size
+    block_size: int | None = _ENGINE.block_size
     num_blocks: int | None = _ENGINE.num_blocks
     memory_gib: float = _ENGINE.memory_gib
     max_model_len: int | None = _ENGINE.max_model_len
     max_num_seqs: int = _ENGINE.max_num_seqs
     max_num_waiting: int = _ENGINE.max_num_waiting
-    max_batched_tokens: int = _ENGINE.max_batched_tokens
+    max_batched_tokens: int | None = _ENGINE.max_batched_tokens
     enable_prefix_cache: bool = _ENGINE.enable_prefix_cache
     num_threads: int | None = _ENGINE.num_threads
     seed: int = _ENGINE.seed
@@ -95,16 +92,7 @@ class ServerConfig(_Section):
 
     def draft_folder(self) -> Path | None:
         """Return the folder of the draft, or None. Raises `ConfigError` where a named one is missing."""
-        if self.draft == NO_DRAFT:
-            return None
-        if self.draft == AUTO_DRAFT:
-            # Compared, not joined: an absolute path would replace the folder it is joined to.
-            shipped = [path.parent for path in SHIPPED_DRAFTS.glob("*/config.json")]
-            return next((folder for folder in shipped if folder.name == self.model), None)
-        folder = Path(self.draft).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(f"draft must be a folder, {AUTO_DRAFT} or {NO_DRAFT}, found {self.draft!r}")
-        return folder
+        return draft_folder(self.model, self.draft)
 
     def engine_config(self, progress: bool = False) -> EngineConfig:
         """Return the engine's config, fetching the model where it is absent."""

@@ -97,20 +97,29 @@ _INTERNAL = Wording(500, "server_error", "internal_error", message=_FAILED)
 def reply_for(error: Exception) -> Reply:
     """Return the HTTP answer for `error`. An error of no known kind is logged and its text kept inside."""
     wording = _wording(error)
+    _log_unknown(error, wording)
     return Reply(wording.status, _body(error, wording), wording.headers)
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of `error`, which a stream that has begun cannot tell any more."""
+    return _wording(error).status
 
 
 def event_for(error: Exception) -> bytes:
     """Return `error` as the last event but one of a stream that has begun; `[DONE]` is left to the caller."""
-    return b"data: " + _body(error, _wording(error)) + b"\n\n"
+    wording = _wording(error)
+    _log_unknown(error, wording)
+    return b"data: " + _body(error, wording) + b"\n\n"
 
 
 def _wording(error: Exception) -> Wording:
-    for kind, wording in _WORDINGS:
-        if isinstance(error, kind):
-            return wording
-    logger.error("unexpected error", exc_info=error)
-    return _INTERNAL
+    return next((wording for kind, wording in _WORDINGS if isinstance(error, kind)), _INTERNAL)
+
+
+def _log_unknown(error: Exception, wording: Wording) -> None:
+    if wording is _INTERNAL:
+        logger.error("unexpected error", exc_info=error)
 
 
 def _body(error: Exception, wording: Wording) -> bytes:

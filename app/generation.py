@@ -30,6 +30,16 @@ class TokenEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CallDelta:
+    """What a step added to call `call_idx` of a choice; the first one has its id and the function's name."""
+
+    call_idx: int
+    arguments: str
+    call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceDelta:
     """What a step added to choice `index`: `num_tokens` is its total so far, `end` set on its last delta."""
 
@@ -40,6 +50,7 @@ class ChoiceDelta:
     end: AnswerEnd | None
     num_drafted_in_step: int = 0
     num_accepted_in_step: int = 0
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

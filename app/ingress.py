@@ -30,6 +30,7 @@ from app.errors import (
 )
 from app.keep_alive import with_keep_alive
 from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
+from app.openapi import document
 from app.protocol import parse_chat, parse_completion
 from app.server import ModelCard
 from app.streaming import DONE
@@ -115,6 +116,7 @@ class Ingress:
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/version", self.version, methods=["GET"])
+        app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         return app
 
@@ -154,6 +156,9 @@ class Ingress:
 
     async def version(self) -> Response:
         return JSONResponse({"version": self._version})
+
+    async def openapi(self) -> Response:
+        return JSONResponse(document(self._version, has_keys=not self._door.keys.is_empty))
 
     async def metrics(self) -> Response:
         try:

@@ -4,13 +4,13 @@ What the commands do with it is left to them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.call import Message
 from app.chat import ChatTemplate
-from app.config import EngineSection, ServerConfig
+from app.drafts import draft_folder
 from app.tokenizer import Tokenizer
-from engine import Engine, EngineConfig, RequestError
+from engine import Engine, EngineConfig, RequestError, resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,14 @@ class LocalModel:
     config: EngineConfig
 
     @staticmethod
-    def open(model: str, draft: str, sizes: EngineSection) -> "LocalModel":
-        """Fetch the model where it is absent. Raises `ModelLoadError` or `ConfigError`."""
-        config = ServerConfig(model=model, draft=draft, engine=sizes)
-        engine_config = config.engine_config(progress=True)
-        folder = engine_config.model
-        return LocalModel(Tokenizer(folder), ChatTemplate(folder), engine_config)
+    def open(sizes: EngineConfig, model: str, draft: str) -> "LocalModel":
+        """Fill in the folders of `sizes`, fetching the model where it is absent.
+
+        Raises `ModelLoadError` or `ConfigError`.
+        """
+        found = draft_folder(model, draft)
+        folder = resolve_model(model, progress=True)
+        return LocalModel(Tokenizer(folder), ChatTemplate(folder), replace(sizes, model=folder, draft=found))
 
     def engine(self) -> Engine:
         return Engine.load(self.config)

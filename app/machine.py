@@ -7,6 +7,8 @@ import importlib.metadata
 import platform
 from pathlib import Path
 
+import torch
+
 from app.version import version
 from engine import EngineFacts
 
@@ -16,6 +18,7 @@ def describe_machine(facts: EngineFacts) -> dict[str, str | int | None]:
     return {
         "cpu": cpu_name(Path("/proc/cpuinfo")),
         "device": facts.device,
+        "gpu": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else None,
         "threads": facts.num_threads,
         "dtype": facts.dtype,
         "attention_backend": facts.attention_backend,

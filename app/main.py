@@ -5,7 +5,6 @@ This and `cli_serve` are the only files that know Ray; what they place is in `in
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable
 from contextlib import aclosing
 from typing import TypeVar
@@ -35,8 +34,7 @@ SERVER = "llm-server"
 # The engine's own queue limit answers 429 at once; Serve must not hold calls back before it.
 MAX_ONGOING_REQUESTS = 100_000
 MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
-HEALTH_PERIOD_S = 5.0
-LAST_WORDS_S = 1.0  # in which the streams of a dead engine send their last event
+HEALTH_PERIOD_S = 2.0  # Serve acts on the third failure
 CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
 
 
@@ -48,6 +46,7 @@ class LLMServerDeployment:
             logging.getLogger("engine").addHandler(handler)
             logging.getLogger("app").addHandler(handler)
         replica = serve.get_replica_context().replica_tag
+        self._is_ending = False
         self._server = await LLMServer.start(config, replica)
 
     async def answer(self, call: Call, call_id: str) -> Messages:
@@ -69,16 +68,16 @@ class LLMServerDeployment:
         self._server.check_health()
 
     async def check_health(self) -> None:
-        """Answer Serve that asks. A replica without its engine ends by itself: Serve would ask it twice more
-        before it starts another.
-        """
+        """Answer Serve that asks; after three refusals in a row it replaces this replica."""
         try:
             self._server.check_health()
         except EngineDeadError as error:
-            logger.error("replica ends cause=%r", str(error))
-            await self._server.shutdown()  # a core that hangs does not end with its client
-            await asyncio.sleep(LAST_WORDS_S)
-            os._exit(1)
+            if not self._is_ending:
+                self._is_ending = True
+                logger.error("replica ends cause=%r", str(error))
+            # Serve waits for open streams, and those of a core that hangs would never end.
+            await self._server.shutdown()
+            raise
 
     async def __del__(self) -> None:
         if hasattr(self, "_server"):

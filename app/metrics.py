@@ -132,6 +132,12 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
     ),
 )
 
+# rate(eyas_calls_total{outcome="full"}[5m]) says that more replicas are needed
+CALLS = (
+    "eyas_calls_total",
+    "calls at a replica, by how they ended: answered, refused (4xx), full (429), failed (5xx), left",
+)
+
 # histogram_quantile(0.95, sum by (le) (rate(NAME_bucket[5m]))) is the 95th percentile
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "eyas_time_to_first_token_seconds": (
@@ -167,6 +173,7 @@ class ReplicaSnapshot:
     model: str
     facts: EngineFacts
     stats: EngineStats
+    calls: tuple[tuple[str, int], ...]
     histograms: tuple[HistogramSnapshot, ...]
 
 
@@ -201,6 +208,7 @@ class _Snapshots(Collector):
             yield self._fill(
                 CounterMetricFamily(counter.name, counter.text, labels=_labels(counter)), counter
             )
+        yield self._calls()
         for name, (text, bounds) in HISTOGRAMS.items():
             yield self._histogram(name, text, bounds)
 
@@ -214,6 +222,13 @@ class _Snapshots(Collector):
             else:
                 for label, value in source.values(replica.stats):
                     family.add_metric([*labels, label], value)
+        return family
+
+    def _calls(self) -> CounterMetricFamily:
+        family = CounterMetricFamily(*CALLS, labels=[*LABELS, "outcome"])
+        for replica in self._replicas:
+            for outcome, count in replica.calls:
+                family.add_metric([replica.model, replica.replica, outcome], count)
         return family
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> HistogramMetricFamily:

@@ -6,7 +6,7 @@ The tokenizer and the chat template are in modules of their own; whether a promp
 import asyncio
 from collections.abc import Sequence
 
-from app.call import Message, Prompt, TokenizeCall
+from app.call import Message, Prompt, PromptShape, TokenizeCall
 from app.chat import ChatTemplate
 from app.tokenizer import Tokenizer
 
@@ -27,14 +27,14 @@ class Prompts:
             return await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens)
         return self._tokenizer.encode(prompt, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return await self.encode(self._template.render(messages), add_special_tokens=False)
+    async def encode_chat(self, messages: Sequence[Message], shape: PromptShape) -> tuple[int, ...]:
+        return await self.encode(self._template.render(messages, shape), add_special_tokens=False)
 
     async def encode_as_asked(self, call: TokenizeCall) -> tuple[int, ...]:
         """Return what /tokenize asks for: a text, or a chat as its template writes it."""
         if isinstance(call.source, str):
             return await self.encode(call.source, call.adds_special_tokens)
-        text = self._template.render(call.source, call.adds_generation_prompt)
+        text = self._template.render(call.source, call.shape)
         return await self.encode(text, call.adds_special_tokens)
 
     async def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,87 +1,31 @@
-"""The OpenAI bodies that clients send: strict about fields we know, tolerant of fields we do not.
+"""The OpenAI bodies of the generating endpoints, as calls.
 
-A known field that we cannot honour is refused by name, never dropped. Whether a prompt fits and a token id
-exists is left to `choices`.
+What every body has in common is in `body`, messages and tools are in `chat_protocol`. Whether a prompt fits
+and a token id exists is left to `choices`.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from app.call import CallOptions, ChatCall, CompletionCall, Message, Prompt
+from app.body import Body, parse
+from app.call import CallOptions, ChatCall, CompletionCall, Prompt
+from app.chat_protocol import MessageBody, ShapeFields, ToolChoice, check_choice
 from engine import RequestError, SamplingParams
 
 T = TypeVar("T")
-B = TypeVar("B", bound="Body")
 
 MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 UNBOUNDED_TOKENS = 2**31 - 1  # stands in for max_tokens until the prompt's length is known
-
-# Fields that change the answer and that we cannot honour, with the values that ask for nothing.
-_REFUSED: Mapping[str, tuple[object, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "web_search_options": (None,),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "best_of": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "continue_final_message": (None, False),
-    "add_generation_prompt": (None, True),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
-    "truncate_prompt_tokens": (None,),
-    "return_token_ids": (None, False),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "logits_processors": (None, []),
-    "prompt_embeds": (None,),
-    "lora_request": (None,),
-}
 
 
 def _as_stops(value: object) -> object:
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
-
-
-def _as_text(value: object) -> str:
-    """Join the text parts of a message's content; `None` (an assistant turn without text) is empty."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "Input should be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise PydanticCustomError("content", "this model takes parts of type 'text' only")
-        if not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content", "a part of type 'text' needs a string in 'text'")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def _as_prompts(value: object) -> list[Prompt]:
@@ -103,44 +47,17 @@ def _as_prompt(value: object) -> Prompt:
     raise PydanticCustomError("prompt", "each prompt should be a string or a list of integer token ids")
 
 
-class Body(BaseModel):
-    """A JSON object from a client. Unknown fields are kept only so that refused ones can be named."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _refuse_unsupported(self) -> Self:
-        extra: Mapping[str, Any] = self.model_extra or {}
-        for name, neutral in _REFUSED.items():
-            # True == 1 in Python, so the type counts too.
-            if name in extra and not any(type(extra[name]) is type(v) and extra[name] == v for v in neutral):
-                raise RequestError(f"{name} is not supported by this server: leave it out", name)
-        return self
+# The last types are what the document of the API shows of these fields.
+Stops = Annotated[list[str], BeforeValidator(_as_stops, json_schema_input_type=str | list[str] | None)]
+Prompts = Annotated[
+    list[Prompt],
+    BeforeValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[str | list[int]]),
+]
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class MessageBody(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
-    name: str | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("tool_calls", "function_call"):
-            if (self.model_extra or {}).get(name):
-                raise PydanticCustomError("message", "tool calls are not supported by this server")
-        if self.role != "assistant" and "content" not in self.model_fields_set:
-            raise PydanticCustomError("message", "a message needs content")
-        return self
-
-    def to_message(self) -> Message:
-        # The developer role is OpenAI's newer name of the system role; templates know only the old one.
-        role = "system" if self.role == "developer" else self.role
-        return Message(role, self.content, self.name)
 
 
 class _GenerationBody(Body):
@@ -150,7 +67,7 @@ class _GenerationBody(Body):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_stops)] = []
+    stop: Stops = Field(default_factory=list)
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -212,19 +129,25 @@ class _GenerationBody(Body):
         )
 
 
-class ChatBody(_GenerationBody):
+class ChatBody(_GenerationBody, ShapeFields):
     messages: list[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
 
     def to_call(self) -> ChatCall:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        check_choice(self.tool_choice, bool(self.tools))
         return ChatCall(
-            tuple(message.to_message() for message in self.messages), self.options(asked, UNBOUNDED_TOKENS)
+            tuple(message.to_message() for message in self.messages),
+            self.options(asked, UNBOUNDED_TOKENS),
+            self.shape(self.messages[-1], has_tools=self.tool_choice != "none"),
+            is_one_call=self.parallel_tool_calls is False,
         )
 
 
 class CompletionBody(_GenerationBody):
-    prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts)]
+    prompt: Prompts
     best_of: int | None = None
     echo: bool | None = None
 
@@ -250,14 +173,6 @@ def parse_completion(body: bytes) -> CompletionCall:
     return parse(CompletionBody, body).to_call()
 
 
-def parse(kind: type[B], body: bytes) -> B:
-    """Return the JSON `body` as a `kind`; the first fault is a `RequestError` that names its field."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _request_error(error) from error
-
-
 def _default(value: T | None, default: T) -> T:
     return default if value is None else value
 
@@ -269,17 +184,3 @@ def _as_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
             raise RequestError(f"logit_bias keys must be token ids, found {key[:40]!r}", "logit_bias")
         entries.append((int(key), value))
     return tuple(entries)
-
-
-def _request_error(error: ValidationError) -> RequestError:
-    """Say the first fault only: the others often follow from it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body must be JSON in UTF-8: {first['msg']}")
-    parameter = ""
-    for part in first["loc"]:
-        parameter += f"[{part}]" if isinstance(part, int) else f".{part}" if parameter else part
-    message = (
-        f"{parameter}: {first['msg']}" if parameter else f"the body must be a JSON object: {first['msg']}"
-    )
-    return RequestError(message, parameter or None)

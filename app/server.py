@@ -4,18 +4,30 @@ HTTP is left to `ingress`, placing and scaling replicas to `main`.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from app.call import Call, CallOptions, ChatCall, DetokenizeCall, Reply, TokenCall, TokenizeCall
+from app.call import (
+    Call,
+    CallOptions,
+    ChatCall,
+    CompletionCall,
+    DetokenizeCall,
+    Reply,
+    TokenCall,
+    TokenizeCall,
+)
 from app.chat import ChatTemplate
-from app.choices import Limits, check_token_ids, plan_requests
+from app.choices import Limits, check_num_requests, check_token_ids, plan_requests
 from app.config import ServerConfig
-from app.errors import UnknownModelError, event_for, reply_for
+from app.errors import UnknownModelError, event_for, reply_for, status_of
 from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
 from app.metrics import Histogram, ReplicaSnapshot
+from app.outcomes import Ending, Outcomes, outcome_of
 from app.prompts import Prompts
 from app.streaming import (
     DONE,
@@ -30,8 +42,12 @@ from app.streaming import (
     whole_body,
 )
 from app.tokenizer import Tokenizer
+from app.tool_formats import OPEN_TAG, make_parser
+from app.tool_stream import with_calls
 from app.version import version
 from engine import AsyncEngine, CapacityError, Request
+
+Steps = AsyncGenerator[list[ChoiceDelta], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +79,12 @@ class LLMServer:
         self._engine = engine
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
+        self._tool_format = template.tool_format
+        self._has_special_tags = tokenizer.is_special(OPEN_TAG)
         self._name = name
         self._limits = limits
         self._num_calls = 0
+        self._outcomes = Outcomes()
         self._replica = replica
         self._clock = clock
         self._created = int(time.time())
@@ -99,6 +118,7 @@ class LLMServer:
             model=self._name,
             facts=self._engine.facts,
             stats=await self._engine.stats(),
+            calls=self._outcomes.snapshot(),
             histograms=tuple(h.snapshot() for h in (self._first_token, self._per_token, self._duration)),
         )
 
@@ -108,14 +128,16 @@ class LLMServer:
     async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
         """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
         has_begun = False
-        try:
-            with self._counted():
-                async with aclosing(self._messages(call, call_id)) as messages:
-                    async for message in messages:
-                        has_begun = True
-                        yield message
-        except Exception as error:  # the edge of a call: every error becomes an answer
-            yield event_for(error) + DONE if has_begun else reply_for(error)
+        with self._outcomes.watch() as ending:
+            try:
+                with self._counted():
+                    async with aclosing(self._messages(call, call_id, ending)) as messages:
+                        async for message in messages:
+                            has_begun = True
+                            yield message
+            except Exception as error:  # the edge of a call: every error becomes an answer
+                ending.outcome = outcome_of(status_of(error))
+                yield event_for(error) + DONE if has_begun else reply_for(error)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -129,41 +151,59 @@ class LLMServer:
         finally:
             self._num_calls -= 1
 
-    async def _messages(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+    async def _messages(
+        self, call: Call, call_id: str, ending: Ending
+    ) -> AsyncGenerator[bytes | Reply, None]:
         form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
         options = call.options
         self._check_model(options.model)
+        num_prompts = 1 if isinstance(call, ChatCall) else len(call.prompts)
+        check_num_requests(num_prompts, options.num_choices, form.prompt_field, self._limits)
         prompts = await self._encode(call)
         requests = plan_requests(
             call_id, prompts, options, self._engine.facts, form.prompt_field, self._limits
         )
         envelope = Envelope(form, call_id, int(time.time()), self._name, self._fingerprint)
         tally = Tally(sum(len(prompt) for prompt in prompts), options.num_choices)
-        echoes = await self._echoes(call)
-        steps = self._steps(requests, options, echoes)
+        steps = self._steps(await self._run(call, requests))
         async with aclosing(steps):
             if options.is_stream:
                 writer = EventWriter(envelope, tally, options)
                 async for deltas in steps:
                     if events := writer.events(deltas):
                         yield events
+                ending.outcome = "answered"  # a client may leave as soon as it has the last message
                 yield writer.closing()
             else:
                 collected = [delta async for deltas in steps for delta in deltas]
+                ending.outcome = "answered"
                 yield Reply(200, whole_body(envelope, tally, collected, options.wants_speculation_stats))
 
-    async def _steps(
-        self, requests: Sequence[Request], options: CallOptions, echoes: Sequence[str]
-    ) -> AsyncGenerator[list[ChoiceDelta], None]:
+    async def _run(self, call: Call, requests: Sequence[Request]) -> Steps:
+        """Return the steps of a call, with the echo or the calls of functions that it asks for."""
+        if isinstance(call, CompletionCall):
+            if not call.options.is_echoed:
+                return self._plain_steps(call.options, requests)
+            return with_echo(self._plain_steps(call.options, requests), await self._echoes(call))
+        if not call.shape.tools:
+            return self._plain_steps(call.options, requests)
+        options = call.options
+        if self._has_special_tags:
+            options = dataclasses.replace(options, skips_special_tokens=False)  # else no call is seen
+        names = frozenset(tool.name for tool in call.shape.tools)
+        parser = partial(make_parser, self._tool_format, names)
+        return with_calls(self._plain_steps(options, requests), parser, call.is_one_call)
+
+    def _plain_steps(self, options: CallOptions, requests: Sequence[Request]) -> Steps:
+        if options.max_tokens == 0:
+            return echo_alone(len(requests))
+        return run_choices(self._engine, self._tokenizer, requests, options)
+
+    async def _steps(self, run: Steps) -> Steps:
         """Yield the steps of a call and time them."""
         start = self._clock()
         first: dict[int, tuple[float, int]] = {}
-        run = (
-            echo_alone(len(requests))
-            if options.max_tokens == 0
-            else run_choices(self._engine, self._tokenizer, requests, options)
-        )
-        async with aclosing(with_echo(run, echoes) if echoes else run) as steps:
+        async with aclosing(run) as steps:
             async for deltas in steps:
                 now = self._clock()
                 if not first:
@@ -175,10 +215,8 @@ class LLMServer:
                 yield deltas
         self._duration.observe(self._clock() - start)
 
-    async def _echoes(self, call: Call) -> list[str]:
-        """Return the text to begin each choice with; empty where none is asked for."""
-        if isinstance(call, ChatCall) or not call.options.is_echoed:
-            return []
+    async def _echoes(self, call: CompletionCall) -> list[str]:
+        """Return the text to begin each choice with."""
         texts = [
             prompt if isinstance(prompt, str) else await self._prompts.decode(prompt)
             for prompt in call.prompts
@@ -210,7 +248,7 @@ class LLMServer:
 
     async def _encode(self, call: Call) -> list[tuple[int, ...]]:
         if isinstance(call, ChatCall):
-            return [await self._prompts.encode_chat(call.messages)]
+            return [await self._prompts.encode_chat(call.messages, call.shape)]
         return [await self._prompts.encode(prompt) for prompt in call.prompts]
 
     def _check_model(self, name: str) -> None:

@@ -3,14 +3,15 @@
 What the text is comes from `generation`; errors are worded in `errors`.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from app.answer import AnswerEnd
-from app.call import CallOptions
-from app.generation import ChoiceDelta
+from app.call import CallOptions, ToolCall
+from app.generation import CallDelta, ChoiceDelta
 from app.speculation_stats import SpeculationStats
 
 DONE = b"data: [DONE]\n\n"
@@ -18,16 +19,36 @@ JSON = dict[str, object]
 
 
 class Form(Protocol):
-    """How chat and completions word the same content."""
+    """How chat and completions word the same content, as the `choices` of their bodies."""
 
     prefix: str
     prompt_field: str
     whole_object: str
     chunk_object: str
 
-    def opening(self) -> JSON | None: ...
-    def piece(self, index: int, text: str, end: AnswerEnd | None) -> JSON: ...
-    def whole(self, index: int, text: str, end: AnswerEnd) -> JSON: ...
+    def opening(self, index: int) -> JSON | None: ...
+    def pieces(self, delta: ChoiceDelta) -> list[JSON]: ...
+    def whole(self, choice: "WholeChoice") -> JSON: ...
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """All that the steps of one choice brought."""
+
+    index: int
+    text: str = ""
+    end: AnswerEnd | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text += delta.text
+        self.end = delta.end
+        for call in delta.calls:
+            if call.call_id is not None and call.name is not None:
+                self.calls.append(ToolCall(call.call_id, call.name, call.arguments))
+            else:
+                last = self.calls[-1]
+                self.calls[-1] = dataclasses.replace(last, arguments=last.arguments + call.arguments)
 
 
 class ChatForm:
@@ -36,18 +57,47 @@ class ChatForm:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> JSON | None:
-        return self._choice({"role": "assistant", "content": ""}, None)
+    def opening(self, index: int) -> JSON | None:
+        return self._choice(index, {"role": "assistant", "content": ""}, None)
 
-    def piece(self, index: int, text: str, end: AnswerEnd | None) -> JSON:
-        return {"index": index} | self._choice({"content": text} if text else {}, end)
+    def pieces(self, delta: ChoiceDelta) -> list[JSON]:
+        pieces = [self._choice(delta.index, {"content": delta.text}, None)] if delta.text else []
+        if delta.calls:
+            calls = [_call_body(call) for call in delta.calls]
+            pieces.append(self._choice(delta.index, {"tool_calls": calls}, None))
+        if delta.end is not None:
+            pieces.append(self._choice(delta.index, {}, delta.end))
+        return pieces
 
-    def whole(self, index: int, text: str, end: AnswerEnd) -> JSON:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": end}
+    def whole(self, choice: WholeChoice) -> JSON:
+        message: JSON = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in choice.calls
+            ]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": choice.end,
+        }
 
-    def _choice(self, delta: JSON, end: AnswerEnd | None) -> JSON:
-        return {"delta": delta, "logprobs": None, "finish_reason": end}
+    def _choice(self, index: int, delta: JSON, end: AnswerEnd | None) -> JSON:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": end}
+
+
+def _call_body(call: CallDelta) -> JSON:
+    """Return a delta of a call: id and name stand in its first one, its number in each."""
+    if call.call_id is None:
+        return {"index": call.call_idx, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.call_idx, "id": call.call_id, "type": "function", "function": function}
 
 
 class CompletionForm:
@@ -56,14 +106,18 @@ class CompletionForm:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def opening(self) -> JSON | None:
+    def opening(self, index: int) -> JSON | None:  # noqa: ARG002 - nothing comes before the text
         return None
 
-    def piece(self, index: int, text: str, end: AnswerEnd | None) -> JSON:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
+    def pieces(self, delta: ChoiceDelta) -> list[JSON]:
+        pieces = [self._choice(delta.index, delta.text, None)] if delta.text else []
+        return pieces if delta.end is None else [*pieces, self._choice(delta.index, "", delta.end)]
 
-    def whole(self, index: int, text: str, end: AnswerEnd) -> JSON:
-        return self.piece(index, text, end)
+    def whole(self, choice: WholeChoice) -> JSON:
+        return self._choice(choice.index, choice.text, choice.end)
+
+    def _choice(self, index: int, text: str, end: AnswerEnd | None) -> JSON:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +205,11 @@ class EventWriter:
         events = b""
         if delta.index not in self._open:
             self._open.add(delta.index)
-            if opening := form.opening():
-                events += self._event([{"index": delta.index} | opening], self._running_usage())
+            if opening := form.opening(delta.index):
+                events += self._event([opening], self._running_usage())
         self._tally.add(delta)
-        if delta.text:
-            events += self._event([form.piece(delta.index, delta.text, None)], self._running_usage())
-        if delta.end is not None:
-            events += self._event([form.piece(delta.index, "", delta.end)], self._running_usage())
+        for piece in form.pieces(delta):
+            events += self._event([piece], self._running_usage())
         return events
 
     def _running_usage(self) -> JSON | None:
@@ -176,16 +228,13 @@ def whole_body(
     envelope: Envelope, tally: Tally, deltas: Sequence[ChoiceDelta], includes_metrics: bool
 ) -> bytes:
     """Return the body of an answer that was not streamed, made of all its deltas."""
-    texts: dict[int, list[str]] = {}
-    ends: dict[int, AnswerEnd] = {}
+    choices: dict[int, WholeChoice] = {}
     for delta in deltas:
         tally.add(delta)
-        texts.setdefault(delta.index, []).append(delta.text)
-        if delta.end is not None:
-            ends[delta.index] = delta.end
+        choices.setdefault(delta.index, WholeChoice(delta.index)).add(delta)
     form = envelope.form
-    choices = [form.whole(index, "".join(texts[index]), ends[index]) for index in sorted(texts)]
-    body = envelope.fields(form.whole_object, choices) | {"usage": tally.usage()}
+    bodies = [form.whole(choices[index]) for index in sorted(choices)]
+    body = envelope.fields(form.whole_object, bodies) | {"usage": tally.usage()}
     return dump(body | {"metrics": tally.metrics()} if includes_metrics else body)
 
 

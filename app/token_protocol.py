@@ -1,25 +1,25 @@
 """The bodies of /tokenize and /detokenize, as vLLM's clients write them.
 
-The rules for bodies and messages are those of `protocol`.
+What every body has in common is in `body`, messages are in `chat_protocol`.
 """
 
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from app.call import DetokenizeCall, TokenizeCall
-from app.protocol import Body, MessageBody, parse
+from app.body import Body, parse
+from app.call import PLAIN_SHAPE, DetokenizeCall, TokenizeCall
+from app.chat_protocol import MessageBody, ShapeFields
 from engine import RequestError
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ShapeFields):
     """A `prompt`, or the `messages` of a chat; special tokens are added to a prompt unless told otherwise."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -29,15 +29,13 @@ class TokenizeBody(Body):
         return self
 
     def to_call(self) -> TokenizeCall:
-        is_chat = self.messages is not None
+        is_chat = self.prompt is None
         return TokenizeCall(
             model=self.model,
-            source=self.prompt
-            if self.prompt is not None
-            else tuple(message.to_message() for message in self.messages or ()),
+            source=tuple(m.to_message() for m in self.messages or ()) if self.prompt is None else self.prompt,
             adds_special_tokens=not is_chat if self.add_special_tokens is None else self.add_special_tokens,
-            adds_generation_prompt=self.add_generation_prompt,
             wants_texts=bool(self.return_token_strs),
+            shape=self.shape(self.messages[-1]) if self.messages else PLAIN_SHAPE,
         )
 
 

@@ -36,3 +36,8 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the vocabulary's spelling of one token, which need not be valid text; "" beyond it."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+    def is_special(self, text: str) -> bool:
+        """Whether `text` is one token that decoding leaves out as a special one."""
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        return any(token.content == text and token.special for token in tokens)

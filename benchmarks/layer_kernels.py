@@ -1,7 +1,8 @@
 """What the work between matrix products costs on a CUDA device: kernels beside torch ops, in CUDA graphs.
 
 Microseconds a call, medians of replays; "layers" is a whole layer without its attention, where "products" are
-its four matrix products alone. Run: python benchmarks/layer_kernels.py [smollm2 | 8b ...]
+its four matrix products alone; "MLP" is the two products of the MLP by the bits of its weights. Run: python
+benchmarks/layer_kernels.py [smollm2 | 8b ...]
 """
 
 import argparse
@@ -10,10 +11,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels.commit import commit_rows
+from engine.kernels.quantize import quantize_rows
 from engine.layers.decoder import DecoderLayer, LayerShape
+from engine.layers.fp8_linear import Fp8Linear
+from engine.layers.int4_linear import Int4Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.ops import LayerOps, TorchOps
 from engine.layers.rotary import Angles, Rotary
@@ -87,9 +91,13 @@ class Layers:
             x, residual = ops.add_norm(delta, residual, self.norm.weight, EPS)
 
 
+def choose_overlap() -> bool:
+    return torch.cuda.get_device_capability()[0] >= 9
+
+
 def choose_ops() -> dict[str, LayerOps]:
     ops: dict[str, LayerOps] = {"torch": TorchOps(), "triton": TritonOps(overlap=False)}
-    if torch.cuda.get_device_capability()[0] >= 9:
+    if choose_overlap():
         ops["overlap"] = TritonOps(overlap=True)
     return ops
 
@@ -154,6 +162,34 @@ def time_commit(num_layers: int, shape: LayerShape) -> None:
     )
 
 
+def time_linears(num_layers: int, shape: LayerShape) -> None:
+    """Time the MLP's two products in bfloat16, float8 and four bits, over weights that no cache holds."""
+    sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
+    weights = [draw(*size) for _ in range(num_layers) for size in sizes]
+    kinds: dict[str, Callable[[Tensor], nn.Module]] = {
+        "bfloat16": _plain,
+        "float8": partial(Fp8Linear, quantize_rows=partial(quantize_rows, overlap=choose_overlap())),
+        "four bits": Int4Linear,
+    }
+    for name, make in kinds.items():
+        modules = [make(weight) for weight in weights]
+        for num_tokens in NUM_TOKENS:
+            inputs = {size[1]: draw(num_tokens, size[1]) for size in sizes}
+
+            def work(modules: list[nn.Module] = modules, inputs: dict[int, Tensor] = inputs) -> None:
+                for module, weight in zip(modules, weights, strict=True):
+                    module(inputs[weight.shape[1]])
+
+            time = microseconds(work, 2) / num_layers
+            print(f"MLP {name:12s} T {num_tokens:5d} {time:9.2f}")
+
+
+def _plain(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -165,6 +201,7 @@ def main() -> None:
         time_ops(layers)
         time_layers(layers)
         time_commit(num_layers, shape)
+        time_linears(num_layers, shape)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,18 @@ from engine.errors import (
     RequestError,
     StepError,
 )
+from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
+from engine.runner.rates import MachineRates
+from engine.runner.synthetic import shape_of
 from engine.stats import EngineFacts, EngineStats
 from engine.stop_strings import StopStrings
+from engine.synthetic import SyntheticEngine, SyntheticWeights, WorkPart, predict_bytes
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
-from engine.tree.profile import MeasuredProfile
+from engine.tree.profile import MeasuredProfile, scale_profile
 from engine.tree.search import Profile, acceptance_length, search
-from engine.tree.topology import TreeTopology
+from engine.tree.topology import TreeTopology, chain
 from engine.weights.pull import pull
 from engine.weights.source import resolve_model
 
@@ -49,7 +53,9 @@ __all__ = [
     "FinishReason",
     "IncrementalDetokenizer",
     "LatencyTable",
+    "MachineRates",
     "MeasuredProfile",
+    "ModelConfig",
     "ModelLoadError",
     "NearTies",
     "Profile",
@@ -60,11 +66,18 @@ __all__ = [
     "SpeculationConfig",
     "StepError",
     "StopStrings",
+    "SyntheticEngine",
+    "SyntheticWeights",
     "TreeLibrary",
     "TreeTopology",
+    "WorkPart",
     "acceptance_length",
+    "chain",
     "explain",
+    "predict_bytes",
     "pull",
     "resolve_model",
+    "scale_profile",
     "search",
+    "shape_of",
 ]

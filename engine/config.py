@@ -52,8 +52,9 @@ class EngineConfig:
     `hang_seconds` is how long a core with work may say nothing before it counts as hanging. It speaks after
     every step, and the longest ones must fit: 512 prompt tokens of a large model on a slow CPU, or the first
     step on a GPU, which compiles its kernels, take a minute.
-    `num_threads` None means cores - 1, at least 1: two spinning threads on two busy cores are slower than
-    one.
+    `block_size` and `max_batched_tokens` (the tokens of one step, prompts and trees) None mean what suits the
+    device: see `device_sizes`. `num_threads` None means cores - 1, at least 1: two spinning threads on two
+    busy cores are slower than one.
     """
 
     model: Path
@@ -61,13 +62,13 @@ class EngineConfig:
     dtype: DTypeName = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str = "auto"
-    block_size: int = 16
+    block_size: int | None = None
     num_blocks: int | None = None
     memory_gib: float = 1.0
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_waiting: int = 1024
-    max_batched_tokens: int = 512
+    max_batched_tokens: int | None = None
     enable_prefix_cache: bool = True
     num_threads: int | None = None
     seed: int = 0
@@ -75,10 +76,10 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_waiting", "max_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("num_blocks", "max_model_len", "num_threads"):
+        for name in ("block_size", "num_blocks", "max_batched_tokens", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1 or unset, found {value}")
@@ -90,3 +91,22 @@ class EngineConfig:
             raise ConfigError(f"hang_seconds must be positive, found {self.hang_seconds}")
         if self.memory_gib <= 0:
             raise ConfigError(f"memory_gib must be positive, found {self.memory_gib}")
+
+    def device_sizes(self, is_cuda: bool) -> "DeviceSizes":
+        """Return block size and token budget, as asked for or as suits the device.
+
+        A GPU reads pages in tiles of 64 positions, and a few thousand tokens fill it; on a CPU prompts go in
+        small pieces, since every one of them holds up the rows that decode.
+        """
+        return DeviceSizes(
+            block_size=self.block_size or (64 if is_cuda else 16),
+            max_batched_tokens=self.max_batched_tokens or (8192 if is_cuda else 512),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSizes:
+    """The sizes of `EngineConfig` that a device has a say in."""
+
+    block_size: int
+    max_batched_tokens: int

@@ -4,6 +4,7 @@ Steps last milliseconds and must not share an interpreter lock with tokenizing, 
 left to `async_engine`; it is run as `python -m engine.core FD`, where FD is an inherited socket.
 """
 
+import gc
 import logging
 import sys
 from multiprocessing.connection import Connection
@@ -100,6 +101,7 @@ def main(fd: int) -> int:
     try:
         config: EngineConfig = connection.recv()
         engine = Engine.load(config)
+        gc.freeze()  # what is loaded stays: a collection that walks all of it stops every stream for long
         connection.send(Ready(engine.facts))
         Core(engine, connection).run()
     except EOFError:

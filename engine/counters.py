@@ -34,27 +34,24 @@ class Counters:
         """Count one collected step and what its sequences kept of it."""
         self.num_steps += 1
         self.step_seconds += stats.seconds
-        for row in stats.rows:
-            self.num_drafts += row.topology.num_drafts > 0
-            self.num_drafted += row.topology.num_drafts
-            self.steps_by_tree[row.topology.name] += 1
-        self._count_tree(stats)
+        trees = Counter(row.topology for row in stats.rows)
+        if len(trees) == 1 and not stats.num_prefill_tokens:
+            name = stats.rows[0].topology.name
+            self.tokens_by_tree[name] += sum([row.num_accepted + 1 for row in stats.rows])
+            self.seconds_by_tree[name] += stats.seconds
+        for tree, num_rows in trees.items():
+            self.num_drafts += num_rows * (tree.num_drafts > 0)
+            self.num_drafted += num_rows * tree.num_drafts
+            self.steps_by_tree[tree.name] += num_rows
+        for num_accepted, num_rows in Counter(delta.num_accepted_in_step for delta in deltas).items():
+            self.num_accepted += num_rows * num_accepted
+            self.accepted_by_depth.update(dict.fromkeys(range(num_accepted), num_rows))
+        num_tokens = [len(delta.token_ids) for delta in deltas]
+        self.num_calls += len(num_tokens) - num_tokens.count(0)  # a failed sequence gained nothing
+        self.num_output_tokens += sum(num_tokens)
         for delta in deltas:
-            self.num_calls += bool(delta.token_ids)  # a failed sequence gained nothing
-            self.num_accepted += delta.num_accepted_in_step
-            self.num_output_tokens += len(delta.token_ids)
-            for depth in range(delta.num_accepted_in_step):
-                self.accepted_by_depth[depth] += 1
             if delta.finish_reason is not None:
                 self.count_end(delta.finish_reason, delta.num_prefix_hits)
-
-    def _count_tree(self, stats: StepStats) -> None:
-        """Count a step whose time is that of one tree."""
-        names = {row.topology.name for row in stats.rows}
-        if len(names) == 1 and not stats.num_prefill_tokens:
-            name = names.pop()
-            self.tokens_by_tree[name] += sum(row.num_accepted + 1 for row in stats.rows)
-            self.seconds_by_tree[name] += stats.seconds
 
     def count_end(self, reason: FinishReason, num_prefix_hits: int) -> None:
         """Count the end of one sequence."""

@@ -85,6 +85,13 @@ class Engine:
         for topology, num_rows in (*self._dispatcher.reachable(max_rows), off):
             self._runner.capture(topology, num_rows)
 
+    def capture(self, tree: str, num_rows: int) -> None:
+        """Capture the steps of up to `num_rows` rows over the tree called `tree`, which requests may name.
+
+        Raises `ConfigError` for an unknown name.
+        """
+        self._runner.capture(self._scheduler.library.get(tree), range(1, num_rows + 1))
+
     @property
     def has_work(self) -> bool:
         """True while a sequence is unfinished or a step has not been collected."""
@@ -207,18 +214,21 @@ def assemble_engine(
     runner: ModelRunner,
     library: TreeLibrary,
     facts: EngineFacts,
+    kv_cache: KVCache | None = None,
     latency: LatencyTable | None = None,
     profile: Profile = DEFAULT_PROFILE,
 ) -> Engine:
-    """Wire a runner to its policy; `facts` says what the runner was built with.
+    """Wire a runner to its policy; `facts` says what the runner was built with. A `kv_cache` that is given
+    has as many blocks as they say.
 
     With a `latency` table of this machine the dispatcher learns, beginning with the acceptance `profile`.
     """
-    kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
+    if kv_cache is None:
+        kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=facts.max_batched_tokens,
         max_model_len=facts.max_model_len,
         eos_token_ids=frozenset(facts.eos_token_ids),
         draft_window=config.speculation.feature_window,

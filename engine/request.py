@@ -154,14 +154,12 @@ class Sequence:
     num_calls: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_token_ids)
         if not self.tokens:
             self.tokens = list(self.request.prompt_token_ids)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_output(self) -> int:
@@ -169,7 +167,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+        return self.finish_reason is not None
 
     @property
     def sort_key(self) -> tuple[int, int]:

@@ -26,6 +26,7 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     max_num_seqs: int
+    max_batched_tokens: int
     block_size: int
     num_blocks: int
     trees: tuple[str, ...]

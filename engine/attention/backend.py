@@ -1,4 +1,4 @@
-"""The protocol of attention over a paged prefix and a suffix, and the layout that one call is given.
+"""The protocol of attention over a paged prefix and a suffix, and the layouts that one call is given.
 
 The arithmetic is left to the backends: `reference` says what is right, every other must equal it.
 """
@@ -12,6 +12,8 @@ from torch import Tensor
 # Takes q [B, N, Hq, D], k and v [B, S, Hkv, D], and one layer's k_pages and v_pages
 # [num_blocks, block_size, Hkv, D]; returns [B, N, Hq, D].
 AttendPages = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# Takes q [T, Hq, D] and one layer's k_pages and v_pages; returns [T, Hq, D].
+AttendChunks = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,23 @@ class AttentionLayout:
     prefix_start: Tensor
     prefix_end: Tensor
     suffix_mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLayout:
+    """C chunks of prompts, their T tokens side by side, whose K/V are in the pages when attention runs.
+
+    block_tables: [C, P] int64; cu_seqlens: [C + 1] int32 or int64, where each chunk begins among the tokens,
+    and T; starts: [C] int64, the position of each chunk's first token. Token i of chunk c reads the positions
+    from window_starts[c] ([C] int64) to starts[c] + i; where there are none, its answer is finite and means
+    nothing. chunk_lens holds the lengths, at least 1 each, on the host.
+    """
+
+    block_tables: Tensor
+    cu_seqlens: Tensor
+    starts: Tensor
+    window_starts: Tensor
+    chunk_lens: tuple[int, ...]
 
 
 class AttentionBackend(Protocol):
@@ -47,4 +66,8 @@ class AttentionBackend(Protocol):
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         """Prepare whatever the layers of one pass share, and return the function that each layer calls."""
+        ...
+
+    def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
+        """Do the same for chunks of prompts."""
         ...

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttendPages, AttentionLayout
+from engine.attention.backend import AttendChunks, AttendPages, AttentionLayout, PrefillLayout
+from engine.attention.chunks import bind_chunks
 
 
 class CpuAttention:
@@ -16,6 +17,9 @@ class CpuAttention:
 
     name = "cpu"
     is_capturable = False
+
+    def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
+        return bind_chunks(self, layout, block_size)
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         num_rows, num_blocks = layout.block_tables.shape

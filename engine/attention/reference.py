@@ -6,7 +6,8 @@ It runs on any device and defines what is right; speed is left to the other back
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttendPages, AttentionLayout
+from engine.attention.backend import AttendChunks, AttendPages, AttentionLayout, PrefillLayout
+from engine.attention.chunks import bind_chunks
 from engine.attention.merge import merge
 
 
@@ -15,6 +16,9 @@ class ReferenceAttention:
 
     name = "reference"
     is_capturable = False
+
+    def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
+        return bind_chunks(self, layout, block_size)
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         num_positions = layout.block_tables.shape[1] * block_size

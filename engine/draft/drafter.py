@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionLayout
+from engine.attention.backend import AttentionBackend, AttentionLayout, PrefillLayout
 from engine.batch import NUM_RANKS
 from engine.config import DraftMode
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles
-from engine.sampling.sampler import sample_children
+from engine.sampling.sampler import best_children, sample_children
 from engine.speculation import DraftOutput, TreeTensors
 
 
@@ -41,6 +41,19 @@ class AlignWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPairs:
+    """Stretches of prompts side by side, M positions in all: positions, token_ids [M] int64 and features
+    [M, F], the target's taps of the position before. slots: [M] int64, where their draft K/V go (0: nowhere).
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    features: Tensor
+    slots: Tensor
+    layout: PrefillLayout
+
+
+@dataclass(frozen=True, slots=True)
 class DraftNoise:
     """What sampled drafting needs of each row: seed [B] int64 and temperature [B] float32."""
 
@@ -53,8 +66,8 @@ class TreeDrafter(Protocol):
     output.
     """
 
-    def fill(self, window: AlignWindow) -> None:
-        """Take note of the pending positions of a stretch of prompt, a window of one row."""
+    def fill(self, pairs: PromptPairs) -> None:
+        """Take note of stretches of prompts."""
 
     def draft(
         self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
@@ -76,9 +89,15 @@ class Drafter:
         self.backend = backend
         self.block_size = block_size
 
-    def fill(self, window: AlignWindow) -> None:
-        """Cache the pending pairs of `window`."""
-        self._align(window)
+    def fill(self, pairs: PromptPairs) -> None:
+        """Cache the K/V of `pairs`."""
+        attend_chunks = self.backend.bind_prefill(pairs.layout, self.block_size)
+
+        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
+            q = self.head.ops.rope_store(qkv, angles, *self.pool.rows(layer_idx), pairs.slots)
+            return attend_chunks(q, self.pool.k[layer_idx], self.pool.v[layer_idx])
+
+        self.head(pairs.token_ids, self.head.fuse(pairs.features), pairs.positions, attend)
 
     def draft(
         self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
@@ -168,11 +187,11 @@ class _Expansion:
         """Choose the children of nodes [B, W] at `depth` from the head's output [B, W, H]."""
         head, count = self._drafter.head, self._children.shape[2]
         # Flat, since a batched product of strided rows copies the weight.
-        logits = head.logits(hidden.flatten(0, 1)).float().view(*nodes.shape, -1)
+        logits = head.logits(hidden.flatten(0, 1))
         if self._probs is None:
-            draft_ids = logits.topk(count, dim=-1).indices
+            draft_ids = best_children(logits, count).view(*nodes.shape, -1)
         else:
-            draft_ids = self._sample(nodes, logits, depth)
+            draft_ids = self._sample(nodes, logits.float().view(*nodes.shape, -1), depth)
         self._children[self._rows, nodes] = head.target_ids[draft_ids]
         self._features[self._rows, nodes] = feature
 

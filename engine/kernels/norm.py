@@ -13,7 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, overlap: bool = False) ->
     """Return x [T, H] scaled to unit root mean square, times weight [H].
 
     With `overlap` (compute capability 9 and up) the launch does not wait for the kernel before it: the weight
-    is read meanwhile, x only after.
+    is read meanwhile, x only after. So no kernel right before may be one that writes the weight.
     """
     num_tokens, size = x.shape
     out = x.new_empty(num_tokens, size)

@@ -95,8 +95,9 @@ class KVCache:
         """Grow a sequence to hold `num_tokens` tokens; return the new block ids, often none, or None (and no
         change) where the pool has too few.
         """
-        num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
-        new_ids = self.pool.allocate(max(0, num_missing))
+        if num_tokens <= len(sequence.block_ids) * self.pool.block_size:
+            return ()
+        new_ids = self.pool.allocate(self.num_blocks_for(num_tokens) - len(sequence.block_ids))
         if new_ids is not None:
             sequence.block_ids.extend(new_ids)
         return new_ids
@@ -110,9 +111,11 @@ class KVCache:
         assert num_tokens <= len(sequence.tokens), (num_tokens, len(sequence.tokens))
         if not self._enable_prefix_cache:
             return
-        size = self.pool.block_size
-        chain = self._chains[sequence]
-        for idx in range(chain.num_published, num_tokens // size):
+        size, chain = self.pool.block_size, self._chains[sequence]
+        num_full = num_tokens // size
+        if num_full <= chain.num_published:
+            return
+        for idx in range(chain.num_published, num_full):
             has_draft = draft_valid.start <= idx * size and (idx + 1) * size <= draft_valid.stop
             self.pool.publish(sequence.block_ids[idx], self._digest(sequence, idx), has_draft)
             chain.num_published = idx + 1
@@ -136,7 +139,10 @@ class KVCache:
     def _digest(self, sequence: Sequence, idx: int) -> bytes:
         """Return the digest of full block `idx`, extending the sequence's chain up to it."""
         size = self.pool.block_size
-        digests = self._chains.setdefault(sequence, _Chain()).digests
+        chain = self._chains.get(sequence)
+        if chain is None:
+            chain = self._chains[sequence] = _Chain()
+        digests = chain.digests
         while len(digests) <= idx:
             start = len(digests) * size
             parent = digests[-1] if digests else ROOT_DIGEST

@@ -44,8 +44,14 @@ class KVPool:
 
     def commit(self, slots: Tensor, scratch: TreeScratch, rows: Tensor) -> None:
         """Copy rows [R] of a scratch, of all layers, to slots [R]."""
-        self.k.flatten(1, 2).index_copy_(1, slots, scratch.k[:, rows])
-        self.v.flatten(1, 2).index_copy_(1, slots, scratch.v[:, rows])
+        k, v = self.k.flatten(1, 2), self.v.flatten(1, 2)
+        if self.k.is_cuda:
+            from engine.kernels.commit import commit_rows
+
+            commit_rows(scratch.k, scratch.v, rows, k, v, slots)
+        else:
+            k.index_copy_(1, slots, scratch.k[:, rows])
+            v.index_copy_(1, slots, scratch.v[:, rows])
 
     @staticmethod
     def bytes_per_block(

@@ -4,6 +4,8 @@ With plain weights oneDNN reorders them in every call, which at a few tokens cos
 Which networks are packed is left to the runner.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -39,9 +41,20 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(network: nn.Module) -> None:
-    """Replace every `nn.Linear` inside `network`, freeing the plain weights on the way."""
+    """Pack every `nn.Linear` inside `network`."""
+    replace_linears(network, PackedLinear)
+
+
+def replace_linears(
+    network: nn.Module,
+    make: Callable[[Tensor, Tensor | None], nn.Module],
+    names: tuple[str, ...] | None = None,
+) -> None:
+    """Replace every `nn.Linear` inside `network`, or those of `names`, by what `make` answers to its weight
+    and bias; plain weights are freed on the way.
+    """
     for name, child in list(network.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(network, name, PackedLinear(child.weight, child.bias))
-        else:
-            pack_linears(child)
+        if not isinstance(child, nn.Linear):
+            replace_linears(child, make, names)
+        elif names is None or name in names:
+            setattr(network, name, make(child.weight, child.bias))

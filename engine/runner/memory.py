@@ -29,7 +29,8 @@ def plan_num_blocks(
     num_bytes = int(config.memory_gib * _GIB)
     if device.type == "cuda":
         num_bytes = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
-    per_block = bytes_per_block(config.block_size, model, draft, dtype)
+    block_size = config.device_sizes(device.type == "cuda").block_size
+    per_block = bytes_per_block(block_size, model, draft, dtype)
     num_blocks = num_bytes // per_block
     if num_blocks < 2:
         raise ConfigError(

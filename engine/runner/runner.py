@@ -4,7 +4,6 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import functools
-import itertools
 import logging
 import operator
 import time
@@ -13,19 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionLayout
-from engine.batch import Admission, PrefillChunk, StepPlan
+from engine.attention.backend import AttentionBackend
+from engine.batch import Admission, StepPlan
 from engine.config import DraftMode
-from engine.draft.drafter import TreeDrafter
+from engine.draft.drafter import Drafter, TreeDrafter
 from engine.errors import AdmissionError
-from engine.kvcache.kv_pool import KVPool, slots_of
-from engine.layers.rotary import Angles, rotate_qkv
+from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.graphs import StepGraphs, row_bucket
+from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
-from engine.sampling.verify import verify
+from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
 
@@ -54,6 +53,7 @@ class ModelRunner:
         backend: AttentionBackend,
         shape: RunnerShape,
         eos_token_ids: tuple[int, ...],
+        verify: Verify = verify,
     ) -> None:
         config = target.config
         weight = target.embed_tokens.weight
@@ -76,6 +76,7 @@ class ModelRunner:
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
+        self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
         self._graphs: StepGraphs | None = None
         # Sampled drafts hand over probabilities of the whole vocabulary, which are not worth a copy each.
@@ -103,6 +104,11 @@ class ModelRunner:
             time.perf_counter() - started,
         )
 
+    @property
+    def page_pools(self) -> tuple[KVPool, ...]:
+        """The pages of the target and, where a draft head has some, of the draft."""
+        return (self._pool, self._drafter.pool) if isinstance(self._drafter, Drafter) else (self._pool,)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. The answer holds a row per decode row of the plan.
@@ -116,7 +122,7 @@ class ModelRunner:
         if plan.growths:
             self._state.grow(plan.growths)
         nothing = torch.empty(0, dtype=torch.int64)
-        is_chunk_finite = self._prefill(plan.chunks) if plan.chunks else nothing.bool()
+        is_chunk_finite = self._prefill_step.run(plan.chunks) if plan.chunks else nothing.bool()
         answer = self._decode(plan) if plan.rows else nothing[:, None]
         return StepHandle(plan.step_idx, answer, is_chunk_finite, timer)
 
@@ -132,49 +138,6 @@ class ModelRunner:
         for admission in admissions:
             self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
             self._num_pending[admission.slot] = 1
-
-    def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> Tensor:
-        """Cache the K/V of every chunk in one pass over their tokens side by side; return which of them are
-        finite, [C] bool.
-        """
-        token_ids = self._tensor([token for chunk in chunks for token in chunk.token_ids])
-        positions = self._tensor([chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))])
-        store_from = self._tensor([chunk.store_from for chunk in chunks for _ in chunk.token_ids])
-        owners = self._tensor([chunk.slot for chunk in chunks for _ in chunk.token_ids])
-        tables = self._state.block_tables[owners]
-        slots = slots_of(
-            tables, positions[:, None], (positions >= store_from)[:, None], self._shape.block_size
-        )
-        bound = [self._backend.bind(self._chunk_layout(chunk), self._shape.block_size) for chunk in chunks]
-        ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
-        spans = [slice(end - len(chunk.token_ids), end) for chunk, end in zip(chunks, ends, strict=True)]
-
-        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q, k, v = rotate_qkv(qkv, angles, self._pool.num_kv_heads)
-            self._pool.store(layer_idx, slots.flatten(), k, v)
-            k_pages, v_pages = self._pool.k[layer_idx], self._pool.v[layer_idx]
-            parts = zip(bound, spans, strict=True)
-            return torch.cat([fn(q[None, s], k[None, s], v[None, s], k_pages, v_pages)[0] for fn, s in parts])
-
-        output = self._target(token_ids, positions, attend)
-        for chunk, span in zip(chunks, spans, strict=True):
-            self._note_chunk(chunk, token_ids[span], output.features[span])
-        return torch.stack([output.hidden[span].isfinite().all() for span in spans])
-
-    def _note_chunk(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor) -> None:
-        """Keep a chunk's features, and let the draft cache the pairs they make with the tokens after them."""
-        if self._drafter is not None:
-            following = torch.cat((token_ids, self._tensor([chunk.next_token_id])))
-            self._drafter.fill(self._state.prompt_window(chunk, following, features, self._shape.block_size))
-        self._state.note_prefill(chunk, token_ids, features)
-
-    def _chunk_layout(self, chunk: PrefillChunk) -> AttentionLayout:
-        """Every token of a chunk reads the cached prompt before it and the chunk up to itself."""
-        size = len(chunk.token_ids)
-        table = self._state.block_tables[chunk.slot : chunk.slot + 1, : self._num_blocks(chunk.start)]
-        window = torch.zeros(1, size, dtype=torch.int64, device=self.device)
-        causal = torch.ones(1, size, size, dtype=torch.bool, device=self.device).tril()
-        return AttentionLayout(table, window, window + chunk.start, causal)
 
     def _decode(self, plan: StepPlan) -> Tensor:
         """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does."""

@@ -124,37 +124,22 @@ class SlotState:
         entries = self._row(slots + columns + block_ids, torch.int64).view(3, -1)
         self.block_tables[entries[0], entries[1]] = entries[2]
 
-    def note_prefill(self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor) -> None:
-        """Keep the last W tokens [T] and features [T, F] of a chunk."""
-        kept = min(self.window, token_ids.shape[0])
-        end = chunk.start + token_ids.shape[0]
-        columns = torch.arange(end - kept, end, device=self.device) % self.window
-        self.features[chunk.slot, columns] = features[-kept:]
-        self.tokens[chunk.slot, columns] = token_ids[-kept:]
-
-    def prompt_window(
-        self, chunk: PrefillChunk, token_ids: Tensor, features: Tensor, block_size: int
-    ) -> AlignWindow:
-        """Return the pairs that a chunk of T tokens completes, its own and the one of the token after it.
-
-        token_ids: [T + 1] int64; features: [T, F]. The first token's pair takes the feature kept before the
-        chunk, which is zero at position 0. Positions before `store_from` belong to shared blocks and are not
-        pending.
+    def note_prefill(self, chunks: Sequence[PrefillChunk], token_ids: Tensor, features: Tensor) -> None:
+        """Keep the last W tokens and features of every chunk, which lie side by side in token_ids [T] and
+        features [T, F].
         """
-        num_tokens = token_ids.shape[0]
-        before = self.features[chunk.slot, (chunk.start - 1) % self.window]
-        positions = torch.arange(chunk.start, chunk.start + num_tokens, device=self.device)[None]
-        num_blocks = -(-(chunk.start + num_tokens) // block_size)
-        row = slice(chunk.slot, chunk.slot + 1)
-        return AlignWindow(
-            positions=positions,
-            is_pending=positions >= chunk.store_from,
-            token_ids=token_ids[None],
-            features=torch.cat((before[None], features))[None],
-            prefix_start=self.draft_start[row],
-            prefix_end=self._row([max(chunk.start, chunk.store_from)], torch.int64),
-            block_tables=self.block_tables[row, :num_blocks],
-        )
+        slots, columns, rows = [], [], []
+        end_row = 0
+        for chunk in chunks:
+            size = len(chunk.token_ids)
+            kept = range(max(0, size - self.window), size)
+            slots += [chunk.slot] * len(kept)
+            columns += [(chunk.start + i) % self.window for i in kept]
+            rows += [end_row + i for i in kept]
+            end_row += size
+        entries = self._row(slots + columns + rows, torch.int64).view(3, -1)
+        self.features[entries[0], entries[1]] = features[entries[2]]
+        self.tokens[entries[0], entries[1]] = token_ids[entries[2]]
 
     def align_window(self, slots: Tensor, width: int, block_tables: Tensor) -> AlignWindow:
         """Return the last `width` positions of rows `slots` [B], and count them as cached in the draft from

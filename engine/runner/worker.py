@@ -1,4 +1,4 @@
-"""Building a runner from folders: load target and draft, plan the memory, wire the parts.
+"""Building a runner: load target and draft from folders, plan the memory, wire the parts.
 
 It is the only place that knows every part; what each does is left to them.
 """
@@ -23,6 +23,7 @@ from engine.model.llama import LlamaForCausalLM
 from engine.runner.calibrate import choose_device, choose_dtype, choose_num_threads
 from engine.runner.memory import plan_num_blocks
 from engine.runner.runner import ModelRunner, RunnerShape
+from engine.sampling.verify import Verify, verify
 from engine.stats import EngineFacts
 from engine.tree.library import TreeLibrary
 from engine.tree.topology import MAX_NODES
@@ -30,6 +31,16 @@ from engine.weights.digest import folder_digest
 from engine.weights.loader import load_into
 from engine.weights.mapping import llama_mapping
 from engine.weights.shards import open_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the weights of a worker come from; a digest names the bytes."""
+
+    model_name: str
+    model_folder: str
+    model_digest: str
+    draft_digest: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,62 +56,118 @@ def build_worker(config: EngineConfig) -> Worker:
     """Load everything `config` names. Raises `ModelLoadError` or `ConfigError` before the cache is
     allocated.
     """
-    num_threads = choose_num_threads(config)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(choose_num_threads(config))
     model = ModelConfig.load(config.model)
-    max_model_len = _choose_max_model_len(config, model)
+    num_positions = count_positions(config, model)
     device = choose_device(config)
     dtype = choose_dtype(config, model, device)
     model_digest = folder_digest(config.model)
     draft = None if config.draft is None else load_draft(config.draft)
     if draft is not None:
         draft.config.check_target(model, model_digest)
-    # Trees may reach past the last position that counts; see `block_table_width`.
-    num_positions = max_model_len + 2 * MAX_NODES
     target = load_target(
         config.model, model, draft.config.taps if draft else (), num_positions, dtype, device
     )
-    is_packed = can_pack(device, dtype)
-    if is_packed:
+    head = None
+    if draft is not None:
+        head = draft.build(target.embed_tokens.weight, target.head_weight, num_positions, dtype, device)
+    origin = Origin(
+        config.model.name, str(config.model), model_digest, draft.digest if draft is not None else None
+    )
+    return wire_worker(config, target, head, build_library(config, draft), origin)
+
+
+def wire_worker(
+    config: EngineConfig,
+    target: LlamaForCausalLM,
+    head: DraftHead | None,
+    library: TreeLibrary,
+    origin: Origin,
+    verify: Verify | None = None,
+) -> Worker:
+    """Put a runner around networks that are on their device already, in the dtype they have.
+
+    Both must know `count_positions` positions. They may be wired again once the worker is gone. Drafts are
+    verified by `verify`, else by what `choose_verify` returns. Raises `ConfigError` where the cache does not
+    fit.
+    """
+    model, weight = target.config, target.embed_tokens.weight
+    device, dtype = weight.device, weight.dtype
+    if can_pack(device, dtype):
         target.pack()
-    num_blocks = plan_num_blocks(config, model, draft.config if draft else None, dtype, device)
-    library = build_library(config, draft)
+        if head is not None:
+            head.pack()
+    if device.type == "cuda":
+        _use_kernels(target, head, device)
+    sizes = config.device_sizes(device.type == "cuda")
+    max_model_len = _choose_max_model_len(config, model)
+    num_blocks = plan_num_blocks(config, model, head.config if head else None, dtype, device)
     shape = RunnerShape(
         max_num_seqs=config.max_num_seqs,
         num_blocks=num_blocks,
-        block_size=config.block_size,
-        table_width=block_table_width(max_model_len, library.max_depth, config.block_size),
+        block_size=sizes.block_size,
+        table_width=block_table_width(max_model_len, library.max_depth, sizes.block_size),
         feature_window=config.speculation.feature_window,
         draft_mode=config.speculation.draft_mode,
     )
     backend = create_backend(config.attention_backend, device)
-    drafter = None
-    if draft is not None:
-        head = draft.build(target.embed_tokens.weight, target.head_weight, num_positions, dtype, device)
-        if is_packed:
-            head.pack()
-        drafter = create_drafter(head, backend, shape)
+    drafter = None if head is None else create_drafter(head, backend, shape)
+    runner = ModelRunner(
+        target, drafter, backend, shape, model.eos_token_ids, verify or choose_verify(device)
+    )
     return Worker(
-        runner=ModelRunner(target, drafter, backend, shape, model.eos_token_ids),
+        runner=runner,
         library=library,
         facts=EngineFacts(
-            model_name=config.model.name,
-            model_folder=str(config.model),
-            model_digest=model_digest,
-            draft_digest=draft.digest if draft else None,
+            model_name=origin.model_name,
+            model_folder=origin.model_folder,
+            model_digest=origin.model_digest,
+            draft_digest=origin.draft_digest,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             attention_backend=backend.name,
-            num_threads=num_threads,
+            num_threads=torch.get_num_threads(),
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
-            block_size=config.block_size,
+            max_batched_tokens=sizes.max_batched_tokens,
+            block_size=sizes.block_size,
             num_blocks=num_blocks - 1,
             trees=(*library.names, *(f"chain-{depth}" for depth in range(1, library.max_depth + 1))),
         ),
     )
+
+
+def choose_verify(device: torch.device) -> Verify:
+    """Return the implementation of `verify` for a device."""
+    if device.type != "cuda":
+        return verify
+    from engine.sampling.triton_verify import TritonVerify
+
+    return TritonVerify(overlap=_can_overlap(device))
+
+
+def _use_kernels(target: LlamaForCausalLM, head: DraftHead | None, device: torch.device) -> None:
+    """Run the networks on fused kernels."""
+    from engine.layers.triton_ops import TritonOps
+
+    ops = TritonOps(overlap=_can_overlap(device))
+    target.use(ops)
+    if head is not None:
+        head.use(ops)
+
+
+def _can_overlap(device: torch.device) -> bool:
+    """Return whether a launch may begin before the kernel ahead has ended: since compute capability 9."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def count_positions(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the positions that a network must know: trees may reach past the last one that counts; see
+    `block_table_width`.
+    """
+    return _choose_max_model_len(config, model) + 2 * MAX_NODES
 
 
 def load_target(

@@ -19,11 +19,14 @@ _BELOW_ONE = 1.0 - 2.0**-24
 
 
 class Stream(enum.IntEnum):
-    """Independent noise at one position: the target's draw, the draft's children, the acceptance tests."""
+    """Independent noise at one position: the target's draw, the draft's children, the acceptance tests, and
+    acceptance replayed from a profile.
+    """
 
     TARGET = 0
     DRAFT = 1
     ACCEPT = 2
+    REPLAY = 3
 
 
 def philox(

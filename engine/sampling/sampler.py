@@ -23,6 +23,15 @@ def draw(masked_logits: Tensor, sampling: SamplingTensors, position: Tensor) -> 
     return noise.mul_(sampling.temperature[:, None]).add_(masked_logits).argmax(-1)
 
 
+def best_children(logits: Tensor, count: int) -> Tensor:
+    """Return [B, count] int64, the ids of the largest logits [B, V], largest first."""
+    if logits.is_cuda:
+        from engine.kernels.topk import top_k
+
+        return top_k(logits, count)
+    return logits.topk(count, dim=-1).indices
+
+
 def sample_children(log_q: Tensor, count: int, seed: Tensor, position: Tensor) -> Tensor:
     """Return [B, count] int64 tokens drawn from softmax(log_q) without replacement, in draw order.
 

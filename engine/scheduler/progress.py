@@ -6,6 +6,7 @@ The host is one step late, so lengths here are bounds; deciding what runs next i
 from collections import deque
 from dataclasses import dataclass, field
 
+from engine.batch import SequenceDelta
 from engine.request import Sequence
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import TreeTopology
@@ -17,9 +18,9 @@ class Progress:
 
     `topology` is the request's own choice, None for the dispatcher's. Positions below `num_prefilled` have
     been given to a prefill chunk, up to `prefill_end`; `store_from` is where writing starts. `ahead` holds
-    the topologies of planned decode steps that are not committed, oldest first; `num_in_flight` counts those
-    and uncommitted chunks. `draft_valid` is a range of positions whose draft K/V is sure to be written by
-    steps already launched.
+    the topologies of planned decode steps that are not committed, oldest first, and `num_ahead` counts the
+    tokens that they may emit; `num_in_flight` counts those steps and uncommitted chunks. `draft_valid` is a
+    range of positions whose draft K/V is sure to be written by steps already launched.
     """
 
     sequence: Sequence
@@ -30,6 +31,7 @@ class Progress:
     store_from: int = 0
     num_in_flight: int = 0
     ahead: deque[TreeTopology] = field(default_factory=deque)
+    num_ahead: int = 0
     draft_valid: range = range(0)
 
     @property
@@ -37,9 +39,15 @@ class Progress:
         return self.num_prefilled < self.prefill_end
 
     @property
+    def wants_decode(self) -> bool:
+        """True where the whole prompt has been given to chunks and the next step may emit more."""
+        return self.num_prefilled >= self.prefill_end and not self.is_ending
+
+    @property
     def is_ending(self) -> bool:
         """True where the steps in flight, each of at least one token, end the sequence for sure."""
-        return self.sequence.num_output + len(self.ahead) >= self.stop_rule.max_output
+        sequence = self.sequence
+        return len(sequence.tokens) - sequence.num_prompt + len(self.ahead) >= self.stop_rule.max_output
 
     @property
     def num_plain_tokens(self) -> int:
@@ -49,7 +57,20 @@ class Progress:
     @property
     def max_prefix_len(self) -> int:
         """An upper bound of the tokens the device has cached when the next step starts."""
-        return len(self.sequence.tokens) - 1 + sum(topology.depth + 1 for topology in self.ahead)
+        return len(self.sequence.tokens) - 1 + self.num_ahead
+
+    def plan_decode(self, topology: TreeTopology) -> None:
+        """Note a decode step that is about to be launched."""
+        self.ahead.append(topology)
+        self.num_ahead += topology.depth + 1
+        self.num_in_flight += 1
+
+    def collect_decode(self) -> TreeTopology:
+        """Note that the oldest decode step in flight has come back, and return its topology."""
+        topology = self.ahead.popleft()
+        self.num_ahead -= topology.depth + 1
+        self.num_in_flight -= 1
+        return topology
 
     def num_needed(self, topology: TreeTopology) -> int:
         """Return the tokens that must have a place before a decode step over `topology`."""
@@ -66,22 +87,50 @@ class Progress:
         """Note that a chunk up to `end` filled the draft K/V as well."""
         self.draft_valid = range(self.draft_valid.start, max(self.draft_valid.stop, end))
 
+    def observe_decode(self, topology: TreeTopology, root: int, next_root: int, window: int) -> None:
+        """Note draft K/V that a collected step filled, and the step in flight, now that its root is known."""
+        if topology.num_drafts and root >= self.draft_valid.stop:
+            self.observe_tree(root, window)
+        if self.ahead and self.ahead[0].num_drafts:
+            self.observe_tree(next_root, window)
+
     def observe_tree(self, root: int, window: int) -> None:
         """Note that a decode step with drafts ran from position `root`.
 
         Such a step fills the draft K/V up to its root, but not more than `window` positions: after a longer
         stretch of plain decoding a hole stays, and only what follows it counts.
         """
-        end = max(root + 1, self.draft_valid.stop)
-        has_hole = end - self.draft_valid.stop > window
-        self.draft_valid = range(end - window if has_hole else self.draft_valid.start, end)
+        valid = self.draft_valid
+        if root < valid.stop:
+            return
+        has_hole = root + 1 - valid.stop > window
+        self.draft_valid = range(root + 1 - window if has_hole else valid.start, root + 1)
 
     def num_publishable(self, window: int) -> int:
         """Return how many leading tokens may be published: all that are cached, less those whose draft K/V a
         coming step may still fill, since a block is flagged once.
         """
-        num_cached = self.sequence.num_cached
-        return min(num_cached, max(self.draft_valid.stop, num_cached - window))
+        num_cached, num_valid = self.sequence.num_cached, self.draft_valid.stop
+        if num_valid >= num_cached:
+            return num_cached
+        return max(num_valid, num_cached - window)
+
+    def delta(
+        self, token_ids: tuple[int, ...], num_accepted: int, message: str | None = None
+    ) -> SequenceDelta:
+        """Return what the sequence gained, beside its totals so far."""
+        sequence = self.sequence
+        return SequenceDelta(
+            sequence.request.request_id,
+            token_ids,
+            num_accepted,
+            sequence.finish_reason,
+            sequence.num_calls,
+            sequence.num_drafted,
+            sequence.num_accepted,
+            sequence.num_prefix_hits,
+            message,
+        )
 
     def invalidate_draft(self) -> None:
         """Count no draft K/V written so far, nor by steps in flight, as valid: another draft wrote it."""

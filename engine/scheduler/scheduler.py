@@ -15,7 +15,7 @@ from engine.kvcache.kv_cache import KVCache
 from engine.request import FinishReason, Sequence, SequenceStatus
 from engine.scheduler.progress import Progress
 from engine.scheduler.queue import WaitingQueue
-from engine.scheduler.step import Flight, FlightChunk, FlightRow, StepBuilder
+from engine.scheduler.step import Flight, FlightChunk, StepBuilder
 from engine.scheduler.stopping import StopRule
 from engine.tree.library import TreeLibrary
 from engine.tree.topology import TreeTopology
@@ -24,6 +24,7 @@ MIN_PREFILL = 2  # tokens that let a prefill go on: one position, and the root o
 PREFILL_SHARE = 4  # trees leave one part in four of the budget to prefills that want it
 WATERMARK_SHARE = 100  # an admission leaves one block in a hundred to the growth of running sequences
 
+RUNNING = SequenceStatus.RUNNING  # looked up once: every row of every step compares with it
 NOT_FINITE = "the logits of the target model were not finite"
 
 
@@ -59,9 +60,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv_cache: KVCache, library: TreeLibrary) -> None:
         self._config = config
         self._kv_cache = kv_cache
-        self._library = library
+        self.library = library
         self.root_only = library.get("off")
         self._watermark = max(1, kv_cache.pool.capacity // WATERMARK_SHARE)
+        # Steps in flight may run past the length of the model: see `block_table_width`.
+        self._max_tokens = config.max_model_len + 2 * (library.max_depth + 1)
         self._live: dict[str, Progress] = {}
         self._waiting = WaitingQueue()
         self._running: list[Progress] = []  # by sort key: the last one is the next victim
@@ -146,9 +149,11 @@ class Scheduler:
         """
         assert len(self._flights) <= 1, "the host may be one step late, not two"
         step = StepBuilder(self._next_step_idx, self._config.max_batched_tokens)
-        has_room = self._plan_decodes(step, topology)
-        for progress in self._running:
-            if progress.is_prefilling:
+        prefilling = [progress for progress in self._running if progress.is_prefilling]
+        wants_prefill = bool(prefilling or (self._waiting and self._free_slots))
+        has_room = self._plan_decodes(step, topology, wants_prefill)
+        for progress in prefilling:
+            if progress.sequence.status is RUNNING:  # else preempted for a row of this step
                 self._prefill(step, progress, topology)
         if has_room:
             self._plan_admissions(step, topology)
@@ -205,22 +210,17 @@ class Scheduler:
         if speculation == "auto":
             return None
         try:
-            return self._library.get(speculation)
+            return self.library.get(speculation)
         except ConfigError as error:
             raise RequestError(str(error), "speculation") from error
 
-    def _plan_decodes(self, step: StepBuilder, topology: TreeTopology) -> bool:
+    def _plan_decodes(self, step: StepBuilder, topology: TreeTopology, wants_prefill: bool) -> bool:
         """Plan every decode row; return whether all found blocks without preempting another."""
-        rows = [
-            progress for progress in self._running if not progress.is_prefilling and not progress.is_ending
-        ]
-        wants_prefill = any(progress.is_prefilling for progress in self._running) or (
-            len(self._waiting) > 0 and len(self._free_slots) > 0
-        )
+        rows = [progress for progress in self._running if progress.wants_decode]
         reserve = max(MIN_PREFILL, self._config.max_batched_tokens // PREFILL_SHARE) if wants_prefill else 0
         has_room = True
         for idx, progress in enumerate(rows):
-            if progress.sequence.status is not SequenceStatus.RUNNING:
+            if progress.sequence.status is not RUNNING:
                 continue  # preempted for a better row of this step
             num_behind = len(rows) - idx - 1  # each of them needs its root
             tree = progress.topology or topology
@@ -243,10 +243,11 @@ class Scheduler:
         """
         for candidate in (topology, self.root_only):
             num_tokens = progress.num_needed(candidate)
-            assert num_tokens <= self._config.max_model_len + 2 * (self._library.max_depth + 1), num_tokens
+            assert num_tokens <= self._max_tokens, (num_tokens, self._max_tokens)
             new_ids = self._kv_cache.reserve(progress.sequence, num_tokens)
             if new_ids is not None:
-                step.grow(progress.sequence, new_ids)
+                if new_ids:
+                    step.grow(progress.sequence, new_ids)
                 return candidate
         return None
 
@@ -277,7 +278,7 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             sequence.slot = heappop(self._free_slots)
-            sequence.status = SequenceStatus.RUNNING
+            sequence.status = RUNNING
             sequence.num_cached = len(hit.block_ids) * self._kv_cache.pool.block_size
             if sequence.num_preemptions == 0:
                 sequence.num_prefix_hits = sequence.num_cached
@@ -288,6 +289,8 @@ class Scheduler:
 
     def _num_admissible(self) -> int:
         """Count the waiting sequences that find a slot, blocks and tokens of the budget in the next step."""
+        if not self._waiting or not self._free_slots:
+            return 0
         num_tokens = self._config.max_batched_tokens - sum(p.num_plain_tokens for p in self._running)
         num_blocks = self._kv_cache.pool.num_available
         num_admitted = 0
@@ -323,7 +326,7 @@ class Scheduler:
     def _finish(self, progress: Progress, reason: FinishReason) -> None:
         """End a sequence and give back all it holds."""
         sequence = progress.sequence
-        if sequence.status is SequenceStatus.RUNNING:
+        if sequence.status is RUNNING:
             self._leave(progress)
         else:
             self._waiting.remove(sequence)
@@ -342,7 +345,7 @@ class Scheduler:
             return None
         if not is_finite:
             return self._fail(progress, NOT_FINITE)
-        if sequence.status is SequenceStatus.RUNNING:
+        if sequence.status is RUNNING:
             sequence.num_cached = chunk.end
             progress.extend_draft(chunk.end)
             self._publish(progress)
@@ -350,37 +353,31 @@ class Scheduler:
 
     def _fail(self, progress: Progress, message: str) -> SequenceDelta:
         self._finish(progress, FinishReason.ERROR)
-        return _delta(progress.sequence, (), 0, message)
+        return progress.delta((), 0, message)
 
-    def _commit_row(self, row: FlightRow, result: RowResult) -> SequenceDelta | None:
-        progress, sequence = row.progress, row.progress.sequence
-        progress.num_in_flight -= 1
-        progress.ahead.popleft()
+    def _commit_row(self, progress: Progress, result: RowResult) -> SequenceDelta | None:
+        sequence, topology = progress.sequence, progress.collect_decode()
         if sequence.is_finished:
             return None
         if not result.is_finite:
             return self._fail(progress, NOT_FINITE)
         root = len(sequence.tokens) - 1
-        cut = progress.stop_rule.cut(sequence.num_output, result.token_ids)
-        num_accepted = min(len(cut.token_ids), len(result.token_ids) - 1)
-        sequence.tokens.extend(cut.token_ids)
+        token_ids, num_accepted, finish_reason = result.token_ids, len(result.token_ids) - 1, None
+        if progress.stop_rule.may_end(sequence.num_output, token_ids):
+            cut = progress.stop_rule.cut(sequence.num_output, token_ids)
+            token_ids, finish_reason = cut.token_ids, cut.finish_reason
+            num_accepted = min(len(token_ids), num_accepted)
+        sequence.tokens.extend(token_ids)
         sequence.num_calls += 1
-        sequence.num_drafted += row.topology.num_drafts
+        sequence.num_drafted += topology.num_drafts
         sequence.num_accepted += num_accepted
-        if sequence.status is SequenceStatus.RUNNING:
+        if sequence.status is RUNNING:
             sequence.num_cached = len(sequence.tokens) - 1
-            self._observe_draft(progress, row.topology, root, root + len(result.token_ids))
+            progress.observe_decode(topology, root, root + len(result.token_ids), self._config.draft_window)
             self._publish(progress)
-        if cut.finish_reason is not None:
-            self._finish(progress, cut.finish_reason)
-        return _delta(sequence, cut.token_ids, num_accepted)
-
-    def _observe_draft(self, progress: Progress, topology: TreeTopology, root: int, next_root: int) -> None:
-        """Note draft K/V that a collected step filled, and the step in flight, now that its root is known."""
-        if topology.num_drafts:
-            progress.observe_tree(root, self._config.draft_window)
-        if progress.ahead and progress.ahead[0].num_drafts:
-            progress.observe_tree(next_root, self._config.draft_window)
+        if finish_reason is not None:
+            self._finish(progress, finish_reason)
+        return progress.delta(token_ids, num_accepted)
 
     def _publish(self, progress: Progress) -> None:
         num_tokens = progress.num_publishable(self._config.draft_window)
@@ -389,19 +386,3 @@ class Scheduler:
 
 def _sort_key(progress: Progress) -> tuple[int, int]:
     return progress.sequence.sort_key
-
-
-def _delta(
-    sequence: Sequence, token_ids: tuple[int, ...], num_accepted: int, message: str | None = None
-) -> SequenceDelta:
-    return SequenceDelta(
-        request_id=sequence.request.request_id,
-        token_ids=token_ids,
-        num_accepted_in_step=num_accepted,
-        finish_reason=sequence.finish_reason,
-        num_calls=sequence.num_calls,
-        num_drafted=sequence.num_drafted,
-        num_accepted=sequence.num_accepted,
-        num_prefix_hits=sequence.num_prefix_hits,
-        message=message,
-    )

@@ -20,27 +20,21 @@ class FlightChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class FlightRow:
-    """A decode row in flight. It names the sequence, not the slot, which may have a new owner by then."""
-
-    progress: Progress
-    topology: TreeTopology
-
-
-@dataclass(frozen=True, slots=True)
 class Flight:
-    """A planned step whose result is awaited."""
+    """A planned step whose result is awaited. `rows` names the sequences that decode, not their slots, which
+    may have new owners by then.
+    """
 
     step_idx: int
     chunks: tuple[FlightChunk, ...]
-    rows: tuple[FlightRow, ...]
+    rows: tuple[Progress, ...]
 
     def without(self, progress: Progress) -> "Flight":
         """Return the step without one sequence."""
         return Flight(
             self.step_idx,
             tuple(chunk for chunk in self.chunks if chunk.progress is not progress),
-            tuple(row for row in self.rows if row.progress is not progress),
+            tuple(row for row in self.rows if row is not progress),
         )
 
 
@@ -55,7 +49,7 @@ class StepBuilder:
         self._chunks: list[PrefillChunk] = []
         self._rows: list[DecodeRow] = []
         self._flight_chunks: list[FlightChunk] = []
-        self._flight_rows: list[FlightRow] = []
+        self._flight_rows: list[Progress] = []
         self._max_prefix_len = 0
 
     @property
@@ -102,15 +96,15 @@ class StepBuilder:
 
     def decode(self, progress: Progress, topology: TreeTopology) -> None:
         """Decode one row over `topology`."""
-        assert topology.num_nodes <= self.num_left, (topology.name, self.num_left)
+        self.num_left -= topology.num_nodes
+        assert self.num_left >= 0, (topology.name, self.num_left)
         sequence = progress.sequence
         kind = RowKind.of(sequence.request.sampling, sequence.num_cached)
         self._rows.append(DecodeRow(sequence.slot, topology, kind, sequence.arrival_idx))
-        self._flight_rows.append(FlightRow(progress, topology))
-        self._max_prefix_len = max(self._max_prefix_len, progress.max_prefix_len)
-        self.num_left -= topology.num_nodes
-        progress.ahead.append(topology)
-        progress.num_in_flight += 1
+        self._flight_rows.append(progress)
+        if progress.max_prefix_len > self._max_prefix_len:
+            self._max_prefix_len = progress.max_prefix_len
+        progress.plan_decode(topology)
 
     def plan(self) -> StepPlan:
         return StepPlan(

@@ -38,6 +38,10 @@ class StopRule:
             max_output=min(sampling.max_tokens, max_model_len - num_prompt),
         )
 
+    def may_end(self, num_output: int, token_ids: TokenIds[int]) -> bool:
+        """Tell, at little cost, whether `cut` has something to look for: most steps end nothing."""
+        return num_output + len(token_ids) >= self.max_output or not self.stop_token_ids.isdisjoint(token_ids)
+
     def cut(self, num_output: int, token_ids: TokenIds[int]) -> Cut:
         """Cut one step's tokens, which follow `num_output` earlier ones, after the first that ends it all.
 

@@ -39,11 +39,14 @@ class TreeTopology:
                 f"tree {self.name!r}: nodes must be numbered level by level, found parents {parents}"
             )
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.name)  # the generated one hashes the parents anew for every row of every step
+
+    @cached_property
     def num_nodes(self) -> int:
         return len(self.parents)
 
-    @property
+    @cached_property
     def num_drafts(self) -> int:
         return len(self.parents) - 1
 
@@ -55,7 +58,7 @@ class TreeTopology:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The longest path, in drafts; 0 for plain decoding."""
         return self.depths[-1]

@@ -56,6 +56,7 @@ def make_facts() -> EngineFacts:
         vocab_size=258,
         eos_token_ids=(1,),
         max_model_len=MAX_MODEL_LEN,
+        max_batched_tokens=64,
         max_num_seqs=8,
         block_size=16,
         num_blocks=33,

@@ -2,9 +2,11 @@
 
 import asyncio
 import traceback
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from app.api_keys import ENVIRONMENT_VARIABLE, ApiKeys, load_api_keys
@@ -12,7 +14,7 @@ from app.chat import ChatTemplate
 from app.choices import Limits
 from app.ingress import FrontDoor
 from app.tokenizer import Tokenizer
-from engine import ConfigError
+from engine import CapacityError, ConfigError, Request, SequenceDelta
 from tests.app.harness import SpokenEngine, chat_body, client_of, completion_body, make_application
 
 CHAT = "/v1/chat/completions"
@@ -157,3 +159,41 @@ async def test_call_beyond_the_limit_is_told_when_to_come_back(
         await asyncio.gather(*calls, return_exceptions=True)
         engine.num_steps_before_stall = None
         assert (await client.post(CHAT, json=chat_body())).status_code == 200
+
+
+async def test_official_client_comes_back_by_itself_when_the_server_was_full(
+    engine: SpokenEngine, tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
+    engine.start_error = CapacityError("the queue is full")
+    async with client_of(make_application(engine, tokenizer, template)) as http:
+        client = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="none", http_client=http, max_retries=2
+        )
+        call = asyncio.create_task(client.chat.completions.create(**chat_body()))
+        while not engine.requests:
+            await asyncio.sleep(0.001)
+        start = asyncio.get_running_loop().time()
+        engine.start_error = None
+        answer = await call
+    assert answer.choices[0].message.content == "Hello, world"
+    assert len(engine.requests) == 2
+    assert asyncio.get_running_loop().time() - start > 0.7, "it waits as long as Retry-After says"
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_call_that_is_refused_in_part_is_refused_before_it_begins(
+    engine: SpokenEngine, tokenizer: Tokenizer, template: ChatTemplate, refused: int, is_stream: bool
+) -> None:
+    class PartlyFull(SpokenEngine):
+        async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
+            if request.request_id.endswith(f"-{refused}"):
+                raise CapacityError("the queue is full")
+            async for delta in super().generate(request):
+                yield delta
+
+    full = PartlyFull(tokenizer)
+    async with client_of(make_application(full, tokenizer, template)) as client:
+        response = await client.post(CHAT, json=chat_body(n=3, stream=is_stream))
+    assert response.status_code == 429
+    assert not full.running

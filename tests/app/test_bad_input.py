@@ -5,11 +5,13 @@ import json
 import httpx
 import pytest
 
+from app.tokenizer import Tokenizer
 from engine import CapacityError, EngineDeadError
 from tests.app.harness import MAX_MODEL_LEN, SpokenEngine, chat_body, completion_body
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TEXT_MESSAGE = {"role": "user", "content": "Hi"}
 
 
@@ -75,11 +77,20 @@ CHAT_FIELDS = [
     ("stream_options", {"include_usage": True}),
     ("logprobs", True),
     ("top_logprobs", 3),
-    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
+    ("tools", {"type": "function"}),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("parallel_tool_calls", "no"),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema"}),
     ("guided_json", {}),
     ("reasoning_effort", "low"),
+    ("continue_final_message", True),
+    ("continue_final_message", "yes"),
+    ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", []),
+    ("chat_template", "{{ 5 }}"),
     ("messages", []),
     ("messages", "Hi"),
     ("model", 5),
@@ -105,13 +116,28 @@ async def test_bad_chat_field_is_refused_by_name(
         ("stop_token_ids", ["a"], "stop_token_ids[0]"),
         ("stream_options", {"include_usage": "yes"}, "stream_options.include_usage"),
         ("messages", [{"role": "king", "content": "x"}], "messages[0].role"),
-        ("messages", [{"role": "tool", "content": "x"}], "messages[0].role"),
+        ("messages", [{"role": "tool", "content": "x"}], "messages[0]"),
+        ("messages", [{"role": "tool", "tool_call_id": "c"}], "messages[0]"),
+        ("messages", [{"role": "user", "content": "x", "tool_calls": [TOOL_CALL]}], "messages[0]"),
+        (
+            "messages",
+            [{"role": "assistant", "tool_calls": [{"id": "c"}]}],
+            "messages[0].tool_calls[0].function",
+        ),
+        ("tools", [{"type": "function"}], "tools[0].function"),
+        ("tools", [{"type": "web_search", "function": {"name": "f"}}], "tools[0].type"),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+        (
+            "tools",
+            [{"type": "function", "function": {"name": "f", "parameters": []}}],
+            "tools[0].function.parameters",
+        ),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "tools[0].function"),
         ("messages", [{"content": "x"}], "messages[0].role"),
         ("messages", [TEXT_MESSAGE, {"role": "user", "content": 5}], "messages[1].content"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content"),
         ("messages", [{"role": "user"}], "messages[0]"),
-        ("messages", [{"role": "assistant", "tool_calls": [{}]}], "messages[0]"),
     ],
 )
 async def test_fault_inside_a_field_is_named_with_its_path(
@@ -189,6 +215,14 @@ async def test_prompt_that_leaves_room_for_one_token_is_served(client: httpx.Asy
     body = completion_body(prompt=[5] * (MAX_MODEL_LEN - 1), max_tokens=1)
     response = await client.post(COMPLETIONS, json=body)
     assert response.json()["usage"]["completion_tokens"] == 1
+
+
+async def test_too_many_prompts_are_refused_before_they_are_tokenized(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("a prompt was tokenized"))
+    response = await client.post(COMPLETIONS, json=completion_body(prompt=["x"] * 10_000))
+    await expect_error(response, 400, "prompt")
 
 
 async def test_too_many_answers_in_one_call_are_refused(client: httpx.AsyncClient) -> None:

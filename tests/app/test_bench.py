@@ -1,5 +1,6 @@
 """The benchmark's arithmetic: paired arms in ABBA order, ratios of times, intervals that cover the truth."""
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -12,7 +13,9 @@ from tests.app.harness import make_facts
 
 @dataclass
 class TimedEngine:
-    """Answers at once and moves a clock: 1 s a token plainly, half of it over a tree, two tokens a call."""
+    """Answers at once and moves a clock: 1 s a token plainly, half of it over a tree, two tokens a call. Its
+    device works for three quarters of the time.
+    """
 
     differing: frozenset[int] = frozenset()
     now: float = 0.0
@@ -40,18 +43,19 @@ class TimedEngine:
         return [SequenceDelta(request.request_id, token_ids, 0, FinishReason.LENGTH, num_calls, 0, 0, 0)]
 
     def stats(self) -> EngineStats:
-        raise AssertionError("a benchmark counts what it got, not what the engine says")
+        counts = dict.fromkeys((field.name for field in dataclasses.fields(EngineStats)), 0)
+        return EngineStats(**(counts | {"step_seconds": self.now * 0.75}))
 
 
 def make_plan(**fields: object) -> BenchPlan:
     prompts = tuple((idx * 10, 1, 2) for idx in range(5))
-    defaults = {"prompts": prompts, "batches": (2,), "max_tokens": 10, "rounds": 3, "tree": "tree-8"}
+    defaults = {"prompts": prompts, "batches": (2,), "max_tokens": 10, "rounds": 3, "trees": ("tree-8",)}
     return BenchPlan(**(defaults | fields))
 
 
 def make_cell(arm: str, rows: int, identical_rows: int) -> Cell:
     divergences = tuple(Divergence((7, 8), 1, 2) for _ in range(rows - identical_rows))
-    return Cell(1, 5, arm, 1.0, 1.0, 1.0, 1.0, 1.0, rows, divergences)
+    return Cell(1, 5, arm, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, rows, divergences)
 
 
 def test_cells_hold_the_ratios_of_what_was_timed() -> None:
@@ -67,6 +71,7 @@ def test_cells_hold_the_ratios_of_what_was_timed() -> None:
     )
     assert (speculative.ci_low, speculative.ci_high) == (2.0, 2.0)
     assert (speculative.rows, speculative.identical_rows) == (6, 6)
+    assert plain.idle_share == speculative.idle_share == 0.25
 
 
 def test_arms_alternate_and_share_their_prompts() -> None:
@@ -79,6 +84,17 @@ def test_arms_alternate_and_share_their_prompts() -> None:
     prompts = [prompt for _, prompt in timed]
     assert prompts[::2] == prompts[1::2]
     assert len(set(prompts)) == 4
+
+
+def test_every_tree_of_a_round_is_held_against_the_plain_decoding_beside_it() -> None:
+    engine = TimedEngine()
+    cells = measure(engine, make_plan(batches=(1, 2), trees=("chain-3", "tree-8")), lambda: engine.now)
+    assert [(cell.batch, cell.arm) for cell in cells] == [
+        (batch, arm) for batch in (1, 2) for arm in ("off", "chain-3", "tree-8")
+    ]
+    assert [cell.speedup for cell in cells] == [1.0, 2.0, 2.0] * 2
+    arms = [arm for arm, _ in engine.log[3:12]]
+    assert arms == ["off", "chain-3", "tree-8", "tree-8", "chain-3", "off", "off", "chain-3", "tree-8"]
 
 
 def test_rows_that_differ_are_counted() -> None:

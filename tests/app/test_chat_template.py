@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from app.call import Message
+from app.call import Message, PromptShape
 from app.chat import ChatTemplate
 from engine import ModelLoadError, RequestError
 
@@ -99,3 +99,33 @@ def test_broken_config_is_a_load_error(tmp_path: Path, content: str) -> None:
 def test_broken_template_is_a_load_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="Jinja"):
         template(tmp_path, chat_template="{% for %}")
+
+
+CONTINUED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+OPEN_CHAT = (Message("user", "Count"), Message("assistant", "one, two, "))
+
+
+def test_last_message_can_be_left_open_with_its_last_space(tmp_path: Path) -> None:
+    built = template(tmp_path, chat_template=CONTINUED)
+    shape = PromptShape(adds_generation_prompt=False, continues_final=True)
+    assert built.render(OPEN_CHAT, shape) == "[user]Count[end][assistant]one, two, "
+    assert built.render(OPEN_CHAT, PromptShape(adds_generation_prompt=False)).endswith("one, two,[end]")
+
+
+def test_last_message_that_a_template_leaves_out_cannot_be_continued(tmp_path: Path) -> None:
+    built = template(tmp_path, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError) as caught:
+        built.render(OPEN_CHAT, PromptShape(continues_final=True))
+    assert caught.value.parameter == "continue_final_message"
+
+
+def test_arguments_reach_the_template_but_replace_nothing_of_ours(tmp_path: Path) -> None:
+    built = template(tmp_path, chat_template="{{ mood }}{{ bos_token }}", bos_token="<s>")
+    assert built.render(CHAT, PromptShape(arguments={"mood": "calm"})) == "calm<s>"
+    for name in ("messages", "tools", "add_generation_prompt", "bos_token"):
+        with pytest.raises(RequestError, match=name) as caught:
+            built.render(CHAT, PromptShape(arguments={name: "x"}))
+        assert caught.value.parameter == "chat_template_kwargs"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app import cli_bench_synthetic
 from app.cli import main
 from app.cli_bench import judge
 from app.cli_generate import Piece, pieces
@@ -110,6 +111,55 @@ def test_bench_prints_a_table_at_the_asked_context(
     assert "answers identical to plain decoding: 1 of 1" in out
 
 
+def test_bench_answers_the_prompts_of_a_file_over_several_trees(
+    model: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"turns": ["abcdefgh", "second"]}\n')
+    arguments = ["bench", *model, "--batch", "2", "--max-tokens", "4", "--rounds", "1", "--json"]
+    status, out, _ = run([*arguments, "--prompts", str(prompts), "--tree", "chain-2,tree-8"], capsys)
+    assert status == 0
+    report = json.loads(out)
+    assert [cell["arm"] for cell in report["cells"]] == ["off", "chain-2", "tree-8"]
+    assert report["identity"]["rows"] == 4
+    texts = {
+        len(Tokenizer(Path(model[1])).encode(text, add_special_tokens=False)) for text in ("a", "abcdefgh")
+    }
+    assert len(texts) == 2
+    assert 2 * report["cells"][0]["context"] >= sum(texts)
+
+
+def test_bench_of_a_synthetic_model_prints_cells_of_every_context_batch_and_temperature(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        cli_bench_synthetic, "run_plan", lambda plan, source, out, folder: seen.append((plan, folder))
+    )
+    arguments = ["bench", "--synthetic", "llama-3.1-8b", "--batch", "1,64", "--context", "1k,8k"]
+    arguments += [
+        "--temperature",
+        "0,0.8",
+        "--tree",
+        "chain-3,tree-6",
+        "--trees",
+        "6:3",
+        "--out",
+        str(tmp_path),
+    ]
+    status, _, err = run([*arguments, "--out", str(tmp_path)], capsys)
+    assert (status, err) == (0, "")
+    ((plan, folder),) = seen
+    assert folder == tmp_path
+    assert (plan.name, plan.tree_sizes, plan.sizes.block_size) == ("llama-3.1-8b", ((6, 3),), 64)
+    assert len(plan.cells) == 8
+    assert {cell.arms for cell in plan.cells} == {("off", "chain-3", "tree-6")}
+    assert {(cell.context, cell.batch) for cell in plan.cells} == set(
+        itertools.product((1024, 8192), (1, 64))
+    )
+    assert {(cell.temperature, cell.top_p) for cell in plan.cells} == {(0.0, 1.0), (0.8, 0.9)}
+
+
 class FixedJudge:
     """Finds every divergence the same distance from a tie."""
 
@@ -141,6 +191,12 @@ def test_answers_may_differ_only_where_the_logits_nearly_tie(
             identity.check()
     else:
         identity.check()
+
+
+def test_of_many_divergences_some_are_judged() -> None:
+    cells = [make_cell("off", 1000, 1000), make_cell("tree-8", 1000, 400)]
+    identity = judge(cells, make_facts(), lambda: FixedJudge(1e-5))
+    assert (identity.rows, identity.identical_rows, len(identity.gaps)) == (1000, 400, 200)
 
 
 def test_answers_that_all_agree_need_no_judge() -> None:
@@ -184,6 +240,11 @@ def test_errors_are_one_line_each(
     expect_line(failed("generate", "x", *model[:2], "--draft", str(tmp_path / "no")), "draft")
     expect_line(failed("bench", *model[:2], "--draft", "none"), "no draft is loaded")
     expect_line(failed("bench", *model, "--tree", "off"), "baseline")
+    expect_line(failed("bench", *model, "--tree", "tree-8,oak"), "'oak'", "tree-8")
+    expect_line(failed("bench", *model, "--context", "1k,2k"), "--context")
+    expect_line(failed("bench", *model, "--prompts", str(tmp_path / "no")), "cannot read")
+    expect_line(failed("bench", "--synthetic", "gpt"), "llama-3.1-8b")
+    expect_line(failed("bench", "--synthetic", "llama-3.1-8b", "--tokens-per-call", "9"), "chain-3")
     expect_line(failed("eval", *model, "--prompts", str(tmp_path / "no")), "cannot read")
     expect_line(failed("serve", "--config", str(tmp_path / "no")), "cannot read")
     expect_line(

@@ -344,3 +344,23 @@ async def test_models_health_and_version_answer(client: httpx.AsyncClient) -> No
     health = await client.get("/health")
     assert (health.status_code, health.content) == (200, b"")
     assert (await client.get("/version")).json() == {"version": "0.1.0"}
+
+
+async def test_last_message_of_the_assistant_is_continued_where_asked_for(
+    client: httpx.AsyncClient, engine: SpokenEngine
+) -> None:
+    messages = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one, "}]
+    response = await client.post(CHAT, json=chat_body(messages=messages, continue_final_message=True))
+    assert response.status_code == 200, response.text
+    await client.post(CHAT, json=chat_body(messages=messages))
+    await client.post(CHAT, json=chat_body(messages=messages, add_generation_prompt=False))
+    prompts = [
+        engine.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        for request in engine.requests
+    ]
+    begin = "<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\none, "
+    assert prompts == [
+        begin,
+        f"{begin}<|im_end|>\n<|im_start|>assistant\n",
+        f"{begin}<|im_end|>\n",
+    ]

@@ -1,11 +1,15 @@
 """The Prometheus text: valid, complete, and equal to what the engine counted."""
 
+import asyncio
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.metrics import COUNTERS, GAUGES, HISTOGRAMS, Histogram, Labelled
-from tests.app.harness import chat_body
+from app.metrics import CALLS, COUNTERS, GAUGES, HISTOGRAMS, Histogram, Labelled
+from app.outcomes import OUTCOMES
+from engine import CapacityError, EngineDeadError, FinishReason, SequenceDelta
+from tests.app.harness import SpokenEngine, chat_body
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -44,7 +48,7 @@ async def test_numbers_are_those_of_the_engine(client: httpx.AsyncClient) -> Non
 async def test_every_name_of_the_catalogue_is_written(client: httpx.AsyncClient) -> None:
     names = {name for name, _ in await scrape(client)}
     expected = {metric.name for metric in (*GAUGES, *COUNTERS)}
-    expected |= {f"{name}_bucket" for name in HISTOGRAMS}
+    expected |= {f"{name}_bucket" for name in HISTOGRAMS} | {CALLS[0]}
     assert expected <= names
 
 
@@ -55,6 +59,29 @@ async def test_calls_are_timed_once(client: httpx.AsyncClient) -> None:
     assert samples["eyas_time_to_first_token_seconds_count", frozenset()] == 2
     assert samples["eyas_call_duration_seconds_count", frozenset()] == 2
     assert samples["eyas_time_per_output_token_seconds_count", frozenset()] == 3
+
+
+async def test_calls_are_counted_by_how_they_end(client: httpx.AsyncClient, engine: SpokenEngine) -> None:
+    chat = "/v1/chat/completions"
+    for is_stream in (True, False):
+        await client.post(chat, json=chat_body(stream=is_stream))
+        await client.post(chat, json=chat_body(stream=is_stream, model="other"))
+    engine.start_error = CapacityError("full")
+    await client.post(chat, json=chat_body())
+    engine.start_error = EngineDeadError("gone")
+    await client.post(chat, json=chat_body())
+    engine.start_error = None
+    engine.failure = SequenceDelta("r", (), 0, FinishReason.ERROR, 2, 0, 0, 0, message="no numbers")
+    await client.post(chat, json=chat_body(stream=True))
+    engine.failure, engine.num_steps_before_stall = None, 1
+    call = asyncio.create_task(client.post(chat, json=chat_body()))
+    while not engine.running:
+        await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    samples = await scrape(client)
+    counts = {outcome: samples["eyas_calls_total", frozenset({("outcome", outcome)})] for outcome in OUTCOMES}
+    assert counts == {"answered": 2, "refused": 2, "full": 1, "failed": 2, "left": 1}
 
 
 @pytest.mark.parametrize("metric", COUNTERS, ids=lambda metric: metric.name)

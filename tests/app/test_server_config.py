@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from app.cli_serve import effective_configuration
-from app.config import SHIPPED_DRAFTS, EngineSection, ServerConfig, SpeculationSection, load_config
+from app.config import EngineSection, ServerConfig, SpeculationSection, load_config
+from app.drafts import SHIPPED_DRAFTS
 from engine import ConfigError, EngineConfig, SpeculationConfig
 
 

@@ -1,4 +1,4 @@
-"""`engine` imports with torch alone: no server, tokenizer or hub library at import.
+"""`engine` imports with torch alone: no server, tokenizer or hub library at import; so do the benchmarks.
 
 A fresh interpreter hides the other libraries; which imports are written where is left to `imports`.
 """
@@ -44,6 +44,17 @@ def test_engine_imports_with_torch_alone(pytestconfig):
     modules = [module for module in engine.modules if not is_within(module, rules.LIBRARY_MODULES)]
     assert len(modules) > 20
     result = import_without(rules.ABSENT_LIBRARIES, modules, root)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [("app.cli_bench_synthetic", ()), ("app.cli_bench", ("tokenizers",)), ("app.cli_eval", ("tokenizers",))],
+)
+def test_measuring_needs_no_server(module, allowed, pytestconfig):
+    """GPU machines have torch, and for text tokenizers and jinja2."""
+    hidden = set(rules.ABSENT_LIBRARIES) - set(allowed)
+    result = import_without(hidden, [module], pytestconfig.rootpath)
     assert result.returncode == 0, result.stderr
 
 

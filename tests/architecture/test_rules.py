@@ -112,7 +112,7 @@ BROKEN = [
     ),
     (
         "check_sizes",
-        {f"engine/sampling/a{idx}.py": "x = 1\n" * 400 for idx in range(13)},
+        {f"engine/scheduler/a{idx}.py": "x = 1\n" * 400 for idx in range(13)},
         "the core has 5200",
     ),
     ("check_names", {"app/string_utils.py": ""}, "string_utils"),

@@ -27,6 +27,7 @@ from tests.app.tiny_model import write_random_draft, write_random_model
 pytestmark = pytest.mark.e2e
 
 START_SECONDS = 120
+HANG_SECONDS = 8
 NUM_TOKENS = 200
 
 
@@ -56,7 +57,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     log = folder / "serve.txt"
     flags = ["--model", str(folder), "--served-model-name", "tiny", "--draft", str(draft)]
-    flags += ["--port", str(port), "--dtype", "float32"]
+    config = folder / "server.yaml"
+    config.write_text(f"engine: {{hang_seconds: {HANG_SECONDS}}}\n")
+    flags += ["--port", str(port), "--dtype", "float32", "--config", str(config)]
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", "serve", *flags],
@@ -81,6 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
+        assert "raylet" not in log.read_text(), "Ray's own words are not for an operator"
     finally:
         is_started.set()
         if process.poll() is None:
@@ -273,6 +277,32 @@ async def test_answer_that_a_stop_string_ends_counts_as_finished(server: Server)
     assert ends()["aborted"] == before["aborted"]
 
 
+async def test_tokens_and_statistics_come_through_serve(server: Server) -> None:
+    async with httpx.AsyncClient(timeout=60, base_url=server.url) as client:
+        tokens = (await client.post("/tokenize", json={"prompt": "Hello"})).json()
+        text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+        chat = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "?"}],
+            "tools": [tool],
+            "max_tokens": 5,
+        }
+        called = await client.post("/v1/chat/completions", json=chat)
+        api = (await client.get("/openapi.json")).json()
+        body = stream_body(3, prompt="Hello", echo=True, speculation_stats=True, stream=False)
+        answer = (await client.post("/v1/completions", json=body | {"stream_options": None})).json()
+    assert (tokens["count"], text) == (5, {"prompt": "Hello"})
+    assert called.status_code == 200, called.text
+    assert called.json()["usage"]["prompt_tokens"] > 300, "the tools are in the prompt"
+    assert "/v1/chat/completions" in api["paths"]
+    assert answer["choices"][0]["text"].startswith("Hello")
+    assert answer["usage"]["prompt_tokens"] == 5
+    stats = answer["metrics"]["speculative_decoding"]
+    assert 0 < stats["num_accepted_draft_tokens"] < stats["num_draft_tokens"]
+    assert sum(stats["acceptance_histogram"]) == stats["num_spec_steps"]
+
+
 async def test_request_id_of_a_client_comes_back_once(server: Server) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         given = await client.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"})
@@ -281,29 +311,39 @@ async def test_request_id_of_a_client_comes_back_once(server: Server) -> None:
     assert len(made.headers["x-request-id"]) > 8
 
 
-async def test_core_that_dies_ends_its_streams_with_one_error_and_is_replaced(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(signal.SIGKILL, "engine core died cause="), (signal.SIGSTOP, "the engine core hangs")],
+)
+async def test_core_that_dies_or_hangs_ends_its_streams_with_one_error_and_is_replaced(
+    server: Server, number: signal.Signals, cause: str
+) -> None:
+    told_before = len(server.log.read_text())
+    core = core_of(server.process.pid)
     async with httpx.AsyncClient(timeout=60) as client:
         pieces = []
         async for piece in stream_pieces(client, server.url, stream_body(1, max_tokens=1000)):
             pieces.append(piece)
             if len(pieces) == 3:
-                os.kill(core_of(server.process.pid), signal.SIGKILL)
+                os.kill(core, number)
         *_, last = events("".join(pieces))
         assert last["error"]["code"] == "engine_unavailable"
         assert last["error"]["message"].endswith("is being replaced: send the request again")
 
-        def is_back() -> bool:
-            body = stream_body(1, max_tokens=5)
-            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+    def is_back() -> bool:
+        body = stream_body(1, max_tokens=5)
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
 
-        await asyncio.to_thread(until, is_back, 90)
-        await asyncio.to_thread(
-            until, lambda: "1 of 1 server replicas serve again" in server.log.read_text(), 10
-        )
-    told = re.search(r"^1 of 1 server replicas failed and .* in (\S+)$", server.log.read_text(), re.MULTILINE)
-    assert told is not None
-    causes = [path.read_text() for path in Path(told[1]).glob("replica_*llm-server*.log")]
-    assert any("engine core died cause=" in text and "replica ends cause=" in text for text in causes)
+    def told() -> str:
+        return server.log.read_text()[told_before:]
+
+    await asyncio.to_thread(until, is_back, 90)
+    await asyncio.to_thread(until, lambda: "1 of 1 server replicas serve again" in told(), 10)
+    assert not Path(f"/proc/{core}").exists(), "the old core holds its memory"
+    failed = re.search(r"^1 of 1 server replicas failed and .* in (\S+)$", told(), re.MULTILINE)
+    assert failed is not None
+    logs = [path.read_text() for path in Path(failed[1]).glob("replica_*llm-server*.log")]
+    assert any(cause in text and "replica ends cause=" in text for text in logs)
 
 
 def core_of(server_pid: int) -> int:

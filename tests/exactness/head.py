@@ -2,13 +2,13 @@
 
 import torch
 
-from engine.attention.registry import create_backend
+from engine.attention.backend import AttentionBackend
 from engine.draft.config import DraftConfig
 from engine.draft.drafter import Drafter
 from engine.draft.head import DraftHead
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
-from tests.exactness.tiny import CONFIG, MAX_LEN, TAPS, VOCAB, EngineShape, runner_shape
+from tests.exactness.tiny import CONFIG, MAX_LEN, TAPS, VOCAB, EngineShape, exact_backend, runner_shape
 
 DRAFT = DraftConfig(
     num_layers=2,
@@ -30,7 +30,9 @@ DRAFT = DraftConfig(
 )
 
 
-def build_drafter(shape: EngineShape, target: LlamaForCausalLM) -> Drafter:
+def build_drafter(
+    shape: EngineShape, target: LlamaForCausalLM, backend: AttentionBackend | None = None
+) -> Drafter:
     device = target.embed_tokens.weight.device
     torch.manual_seed(3)
     head = DraftHead(DRAFT, num_positions=MAX_LEN + 128, dtype=torch.float32).to(device)
@@ -39,4 +41,4 @@ def build_drafter(shape: EngineShape, target: LlamaForCausalLM) -> Drafter:
     sizes = runner_shape(shape, shape.feature_window - 1)
     kv_shape = (2, 8, torch.float32, device)
     pool = KVPool(DRAFT.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
-    return Drafter(head, pool, create_backend("auto", device), shape.block_size)
+    return Drafter(head, pool, backend or exact_backend(device), shape.block_size)

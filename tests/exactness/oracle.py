@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from engine.config import DraftMode
-from engine.draft.drafter import AlignWindow, DraftNoise
+from engine.draft.drafter import AlignWindow, DraftNoise, PromptPairs
 from engine.speculation import DraftOutput, TreeTensors
 from tests.exactness.tiny import VOCAB
 
@@ -29,8 +29,8 @@ class OracleDrafter:
         self.choose_rank = choose_rank
         self.num_filled = 0
 
-    def fill(self, window: AlignWindow) -> None:
-        self.num_filled += int(window.is_pending.sum())
+    def fill(self, pairs: PromptPairs) -> None:
+        self.num_filled += int((pairs.slots > 0).sum())
 
     def draft(
         self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int

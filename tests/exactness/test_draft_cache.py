@@ -25,20 +25,26 @@ class Watched:
     block_ids: dict[str, list[int]] = field(default_factory=dict)
     windows: list[tuple[int, int]] = field(default_factory=list)  # pending positions, first position readable
     drafts: list[list[list[int]]] = field(default_factory=list)
+    pairs: list[tuple[list[int], list[bool]]] = field(default_factory=list)  # positions, and whether stored
 
     def __post_init__(self) -> None:
-        align, draft = self.drafter._align, self.drafter.draft
+        align, draft, fill = self.drafter._align, self.drafter.draft, self.drafter.fill
 
         def watch_window(window):
             self.windows.append((int(window.is_pending[0].sum()), int(window.prefix_start[0])))
             return align(window)
+
+        def watch_pairs(pairs):
+            self.pairs.append((pairs.positions.tolist(), (pairs.slots > 0).tolist()))
+            self.windows.append((int((pairs.slots > 0).sum()), int(pairs.layout.window_starts[0])))
+            fill(pairs)
 
         def watch_draft(*args):
             output = draft(*args)
             self.drafts.append(output.token_ids.tolist())
             return output
 
-        self.drafter._align, self.drafter.draft = watch_window, watch_draft
+        self.drafter._align, self.drafter.draft, self.drafter.fill = watch_window, watch_draft, watch_pairs
 
     def step(self, outputs: dict[str, list[int]], tree: str | None = None) -> None:
         if tree is not None:
@@ -115,6 +121,15 @@ def test_the_draft_cache_behind_a_prefix_hit_equals_a_fresh_one(block_size):
     assert seen.engine.stats().num_prefix_hit_tokens >= 45 - 2 * block_size
     num_positions = len(text) - 4
     assert_same_cache(seen.cache("second", num_positions), fresh_cache(text, num_positions))
+
+
+def test_a_prefix_hit_runs_its_last_token_again_without_storing_it():
+    (prompt,) = prompts(1, length=22)
+    seen = watched(EngineShape(mode="chain-3", block_size=4))
+    finish(seen, request_of("first", prompt, 100, max_tokens=1))
+    assert seen.pairs == [(list(range(22)), [True] * 22)]
+    finish(seen, request_of("second", prompt, 101, max_tokens=1))
+    assert seen.pairs[1:] == [([19, 20, 21], [False, True, True])]
 
 
 @pytest.mark.parametrize("num_off", [1, 4, 7])

@@ -71,6 +71,11 @@ class EngineShape:
     table: tuple[tuple[int, str], ...] = field(default=())
 
 
+def exact_backend(device: torch.device) -> AttentionBackend:
+    """Return the backend whose float32 is exact enough for law 1 on `device`."""
+    return create_backend("cpu" if device.type == "cpu" else "reference", device)
+
+
 def build_engine(
     target: LlamaForCausalLM,
     drafter: TreeDrafter | None,
@@ -92,7 +97,7 @@ def build_engine(
         speculation=speculation,
     )
     library = TreeLibrary.search(max_depth=shape.feature_window - 1 if drafter else 0)
-    backend = backend or create_backend("auto", target.embed_tokens.weight.device)
+    backend = backend or exact_backend(target.embed_tokens.weight.device)
     runner = runner_type(target, drafter, backend, runner_shape(shape, library.max_depth), (EOS,))
     facts = EngineFacts(
         model_name="tiny",
@@ -106,6 +111,7 @@ def build_engine(
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         max_model_len=MAX_LEN,
+        max_batched_tokens=shape.max_batched_tokens,
         max_num_seqs=shape.max_num_seqs,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,

@@ -40,7 +40,7 @@ def requests(sampling, trees=("auto",), num=9):
 
 
 def captured_engine(shape: EngineShape, target):
-    drafter = build_drafter(shape, target)
+    drafter = build_drafter(shape, target, CapturableReference())
     engine = build_engine(target, drafter, shape, backend=CapturableReference())
     engine.prepare()
     return engine

@@ -3,12 +3,17 @@
 They run on a GPU, or under TRITON_INTERPRET=1 on a CPU.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from engine.kernels.commit import commit_rows
+from engine.kernels.quantize import quantize_rows as quantize_tokens
+from engine.layers.fp8_linear import Fp8Linear, quantize_rows
+from engine.layers.int4_linear import Int4Linear
 from engine.layers.ops import TorchOps
 from engine.layers.rotary import Rotary
 from engine.layers.triton_ops import TritonOps
@@ -175,7 +180,10 @@ def test_rope_store_into_float8_equals_torch(ops, dtype, shape, is_indexed, is_s
     # The interpreter loses the carry of a mantissa that rounds up to a power of two.
     tolerance, share = (0.0, 0.01) if DEVICE.type == "cuda" else (2.0**-3, 0.06)
     gap = (answers[0] - answers[1]).abs()
+    assert answers[0].isfinite().all()
     assert (gap > tolerance * answers[1].abs()).float().mean() < share
+    # What was not finite is 0 on both sides, neither NaN nor the largest number.
+    assert (answers[0].abs() < 2.0**-7)[answers[1] == 0].all()
     if DEVICE.type == "cuda":
         torch.testing.assert_close(*answers, rtol=2.0**-3, atol=2.0**-9)
     assert (answers[0].abs() == 448).any()
@@ -213,6 +221,46 @@ def test_commit_moves_every_layer_and_leaves_the_dummy_alone(dtype, num_kv_heads
     commit_rows(k_scratch, v_scratch, src, k_pages, v_pages, dest)
     assert torch.equal(k_pages.float(), expected[0])
     assert torch.equal(v_pages.float(), expected[1])
+
+
+@pytest.mark.parametrize("overlap", VARIANTS)
+@in_dtypes
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 576), (5, 4096), (3, 14336), (2, 100)])
+@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e4])
+def test_quantized_rows_equal_torch(overlap, dtype, num_tokens, size, scale):
+    x = draw(num_tokens, size, dtype=dtype, scale=scale).clamp(-6e4, 6e4)
+    found, expected = quantize_tokens(x, overlap=overlap), quantize_rows(x)
+    assert torch.equal(found[1], expected[1])
+    answers = found[0].float(), expected[0].float()
+    # The interpreter loses the carry of a mantissa that rounds up to a power of two.
+    share = 0.0 if DEVICE.type == "cuda" else 0.06
+    assert (answers[0] != answers[1]).float().mean() <= share
+
+
+@pytest.mark.parametrize("overlap", VARIANTS)
+def test_quantized_rows_of_zeros_and_of_what_is_not_finite_equal_torch(overlap):
+    x = draw(5, 100, dtype=torch.bfloat16)
+    x[0], x[1, 7], x[2, 0], x[3, 99] = 0.0, torch.nan, torch.inf, -torch.inf
+    (rows, scale), (_, expected) = quantize_tokens(x, overlap=overlap), quantize_rows(x)
+    torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
+    assert (rows[0].float() == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape"), [(1, (1536, 512)), (5, (3072, 576)), (16, (576, 1536)), (64, (4096, 1024))]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_in_few_bits_answer_as_on_the_cpu(num_tokens, shape, has_bias):
+    weight, x = draw(*shape, dtype=torch.bfloat16), draw(num_tokens, shape[1], dtype=torch.bfloat16, seed=1)
+    bias = draw(shape[0], dtype=torch.bfloat16, seed=2) if has_bias else None
+    make = partial(Fp8Linear, quantize_rows=quantize_tokens) if DEVICE.type == "cuda" else Fp8Linear
+    on_cpu = None if bias is None else bias.cpu()
+    for found, expected in (
+        (make(weight, bias)(x), Fp8Linear(weight.cpu(), on_cpu)(x.cpu())),
+        (Int4Linear(weight, bias)(x), Int4Linear(weight.cpu(), on_cpu)(x.cpu())),
+    ):
+        error = (found.cpu().double() - expected.double()).norm() / expected.double().norm()
+        assert error < 0.01
 
 
 def test_kernels_replay_in_a_graph():

@@ -56,5 +56,5 @@ def test_cuda_takes_most_of_what_the_weights_left_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
     config = EngineConfig(model=Path("unread"), memory_gib=0.001)
     num_blocks = plan_num_blocks(config, MODEL, None, torch.bfloat16, torch.device("cuda"))
-    num_bytes = num_blocks * bytes_per_block(16, MODEL, None, torch.bfloat16)
+    num_bytes = num_blocks * bytes_per_block(64, MODEL, None, torch.bfloat16)
     assert 8 * GIB < num_bytes < 9 * GIB

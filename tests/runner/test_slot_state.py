@@ -109,14 +109,9 @@ class Walk:
         while start < size - 1:
             end = min(size - 1, start + self.rng.randint(1, 9))
             chunk = PrefillChunk(slot, start, tuple(tokens[start:end]), tokens[end], start)
-            window = self.state.prompt_window(
-                chunk, torch.tensor(tokens[start : end + 1]), features(slot, range(start, end)), 4
+            self.state.note_prefill(
+                [chunk], torch.tensor(tokens[start:end]), features(slot, range(start, end))
             )
-            assert window.positions.tolist() == [list(range(start, end + 1))]
-            assert torch.equal(window.features[0], features(slot, range(start - 1, end)))
-            assert window.is_pending.all()
-            assert (window.prefix_start.tolist(), window.prefix_end.tolist()) == ([0], [start])
-            self.state.note_prefill(chunk, torch.tensor(tokens[start:end]), features(slot, range(start, end)))
             start = end
         self.texts[slot] = Text(tokens, size - 1, 0)
 
@@ -171,18 +166,6 @@ def test_windows_hold_the_true_pairs_after_any_steps(seed):
         if step % 30 == 29:
             walk.admit(walk.rng.choice([1, 2, 3]))  # a new owner, over what the last one left
     assert walk.num_holes > 0, "a stretch of plain steps outran the window"
-
-
-def test_a_prefix_hit_runs_its_last_token_again_without_storing_it():
-    state = make_state()
-    tokens = tuple(range(10, 20))
-    state.admit([admission(1, tokens, draft_start=4)], EOS)
-    chunk = PrefillChunk(1, 7, tokens[7:9], tokens[9], store_from=8)
-    window = state.prompt_window(chunk, torch.tensor(tokens[7:]), features(1, range(7, 9)), 4)
-    assert window.positions.tolist() == [[7, 8, 9]]
-    assert window.is_pending.tolist() == [[False, True, True]]
-    assert (window.prefix_start.tolist(), window.prefix_end.tolist()) == ([4], [8])
-    assert torch.equal(window.features[0, 1:], features(1, range(7, 9)))
 
 
 def warped(state: SlotState, slots: list[int], params: list[SamplingParams], logits: torch.Tensor):

@@ -17,15 +17,19 @@ def make_progress(num_tokens: int = 21, num_prompt: int = 20, max_tokens: int = 
 def test_bounds_add_what_every_step_in_flight_may_emit():
     progress = make_progress()
     assert progress.max_prefix_len == 20
-    progress.ahead.extend([chain(3), root_only()])
+    for topology in (chain(3), root_only()):
+        progress.plan_decode(topology)
     assert progress.max_prefix_len == 20 + 4 + 1
     assert progress.num_needed(chain(7)) == 20 + 4 + 1 + 8
+    assert progress.collect_decode() == chain(3)
+    assert progress.max_prefix_len == 20 + 1
 
 
 @pytest.mark.parametrize(("max_tokens", "is_ending"), [(2, True), (3, True), (4, False)])
 def test_a_sequence_is_ending_once_the_least_in_flight_reaches_the_cap(max_tokens, is_ending):
     progress = make_progress(max_tokens=max_tokens)
-    progress.ahead.extend([chain(3), chain(3)])
+    progress.plan_decode(chain(3))
+    progress.plan_decode(chain(3))
     assert progress.is_ending is is_ending
 
 
@@ -64,7 +68,7 @@ def test_blocks_wait_while_their_draft_kv_may_still_come(draft_stop, num_cached,
 def test_another_draft_invalidates_what_steps_in_flight_will_write():
     progress = make_progress()
     progress.draft_valid = range(21)
-    progress.ahead.append(chain(3))
+    progress.plan_decode(chain(3))
     progress.invalidate_draft()
     progress.observe_tree(20, WINDOW)
     assert len(progress.draft_valid) == 0

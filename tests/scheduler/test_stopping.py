@@ -51,6 +51,16 @@ def test_the_cap_does_not_mask_a_stop(offset, num_kept, reason):
     assert cut == Cut(tuple(path[:num_kept]), reason)
 
 
+@pytest.mark.parametrize("num_output", range(9))
+@pytest.mark.parametrize("path", [(1,), (1, 2), (EOS, 1), (1, 30, 2, 3)])
+def test_a_path_that_may_not_end_is_kept_whole(num_output, path):
+    stop_rule = rule(max_tokens=10, min_tokens=4, stop_token_ids=(30,))
+    if not stop_rule.may_end(num_output, path):
+        assert stop_rule.cut(num_output, path) == Cut(path, None)
+    has_stop = bool({EOS, 30}.intersection(path))
+    assert stop_rule.may_end(num_output, path) == (has_stop or num_output + len(path) >= 10)
+
+
 @pytest.mark.parametrize("num_output", range(8))
 def test_a_stop_before_min_tokens_does_not_end(num_output):
     cut = rule(max_tokens=20, min_tokens=5).cut(num_output, [EOS])
