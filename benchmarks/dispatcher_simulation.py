@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.dispatcher_world import Process, SimulatedRow, World, stats_of
-from engine.batch import Load, RowKind, StepStats
+from engine.batch import Load, StepStats
 from engine.config import SpeculationConfig
 from engine.dispatcher.acceptance import PRIOR_STRENGTH
 from engine.dispatcher.adaptive import AdaptiveDispatcher
-from engine.dispatcher.dispatcher import StaticDispatcher
 from engine.dispatcher.latency import PLAIN, LatencyTable
+from engine.dispatcher.static import StaticDispatcher
 from engine.request import SamplingParams
+from engine.row_kind import RowKind
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from engine.batch import NUM_RANKS, RowKind, RowStats
+from engine.batch import NUM_RANKS, RowStats
 from engine.dispatcher.latency import ArmTimes, LatencyTable
 from engine.dispatcher.posterior import tilt
+from engine.row_kind import RowKind
 from engine.tree.library import DEFAULT_PROFILE
 from engine.tree.search import Profile, acceptance_length, search
 from engine.tree.topology import TreeTopology, chain, root_only

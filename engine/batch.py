@@ -3,10 +3,10 @@
 Device tensors are built from it in `runner` only.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from engine.request import FinishReason, SamplingParams
+from engine.row_kind import ANY_KIND, RowKind
 from engine.tree.topology import TreeTopology
 
 DUMMY_SLOT = 0  # a padded row of a batch is this slot: it reads an empty prefix and writes to the dummy block
@@ -57,33 +57,6 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class RowKind:
-    """What the acceptance of a row's drafts may depend on, as the dispatcher tells rows apart.
-
-    `temperature_class` is 0 for greedy rows, 1 up to temperature 0.7, else 2; `context_bucket` is 0 up to
-    2,048 cached tokens, 1 up to 8,192, else 2.
-    """
-
-    temperature_class: int = 0
-    is_guided: bool = False
-    context_bucket: int = 0
-
-    @staticmethod
-    def of(sampling: SamplingParams, num_cached: int) -> "RowKind":
-        """Return the kind of a row that draws by `sampling` behind `num_cached` tokens."""
-        temperature_class = bisect_left(_TEMPERATURE_EDGES, sampling.temperature)
-        return _KINDS[temperature_class][bisect_left(_CONTEXT_EDGES, num_cached)]
-
-
-_TEMPERATURE_EDGES = (0.0, 0.7)
-_CONTEXT_EDGES = (2048, 8192)
-_KINDS = tuple(
-    tuple(RowKind(temperature_class, context_bucket=bucket) for bucket in range(3))
-    for temperature_class in range(3)
-)
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeRow:
     """One sequence decodes in this step over `topology`. `kind` and `sequence_idx` tell the dispatcher which
     rows are alike and which are the same.
@@ -91,7 +64,7 @@ class DecodeRow:
 
     slot: int
     topology: TreeTopology
-    kind: RowKind = RowKind()
+    kind: RowKind = ANY_KIND
     sequence_idx: int = 0
 
 
@@ -199,7 +172,7 @@ class RowStats:
     num_accepted: int
     path_ranks: tuple[int, ...] = ()
     next_rank: int | None = None
-    kind: RowKind = RowKind()
+    kind: RowKind = ANY_KIND
     sequence_idx: int = 0
 
 

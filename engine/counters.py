@@ -4,9 +4,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from engine.batch import Load, SequenceDelta, StepStats
+from engine.dispatch_stats import DispatchStats
 from engine.kvcache.block_pool import BlockCounts
 from engine.request import FinishReason
-from engine.stats import DispatchStats, EngineStats
+from engine.stats import EngineStats
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.batch import NUM_RANKS
 from engine.request import SamplingParams
 from engine.tree.topology import TreeTopology
 
@@ -161,17 +160,6 @@ class DraftOutput:
     token_ids: Tensor
     probs: Tensor | None = None
     children: Tensor | None = None
-
-    def ranks_at(self, nodes: Tensor, token_ids: Tensor) -> Tensor:
-        """Return [B] int64, the ranks of token_ids [B] at nodes [B]: NUM_RANKS for none of the first ranks,
-        -1 where the draft did not run.
-        """
-        if self.children is None:
-            return torch.full_like(token_ids, -1)
-        best = self.children[torch.arange(len(nodes), device=nodes.device), nodes]
-        is_rank = best == token_ids[:, None]
-        ranks = torch.where(is_rank.any(1), is_rank.int().argmax(1), NUM_RANKS)
-        return torch.where(best[:, 0] < 0, -1, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ Turning them into metrics is left to `app/metrics.py`.
 
 from dataclasses import dataclass
 
+from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -30,27 +32,6 @@ class EngineFacts:
     block_size: int
     num_blocks: int
     trees: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchStats:
-    """How the tree of coming steps was chosen: the arm, why, and what it is expected to bring beside plain
-    decoding, in accepted tokens per second, where that is estimated.
-
-    num_switches counts changes of the arm, num_probes excursions from it, num_alarms breaks of acceptance,
-    num_trips steps at which speculation was blocked since it brought less than plain decoding. `state` is
-    what `eyas trees explain` reads, as JSON.
-    """
-
-    arm: str = "off"
-    reason: str = ""
-    tokens_per_second: float | None = None
-    plain_tokens_per_second: float | None = None
-    num_switches: int = 0
-    num_probes: int = 0
-    num_alarms: int = 0
-    num_trips: int = 0
-    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +70,7 @@ class EngineStats:
     step_seconds: float
     tokens_by_tree: tuple[tuple[str, int], ...] = ()
     seconds_by_tree: tuple[tuple[str, float], ...] = ()
-    dispatch: DispatchStats = DispatchStats()
+    dispatch: DispatchStats = NOT_CHOSEN
 
     @property
     def tokens_per_call(self) -> float:

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine.batch import Load, StepStats
+from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
 from engine.dispatcher.acceptance import PRIOR_STRENGTH, AcceptanceModel
 from engine.dispatcher.arms import reach
 from engine.dispatcher.control import ArmEstimate, Situation, choose_arm
 from engine.dispatcher.correction import LatencyModel
-from engine.dispatcher.dispatcher import StaticDispatcher
 from engine.dispatcher.latency import PLAIN, UNREACHABLE, LatencyTable
 from engine.dispatcher.probes import Probe, Prober
 from engine.dispatcher.state import DispatchState
+from engine.dispatcher.static import StaticDispatcher
 from engine.dispatcher.watchdog import Watchdog
 from engine.errors import ConfigError
-from engine.stats import DispatchStats
 from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology
 
@@ -95,7 +95,7 @@ class AdaptiveDispatcher:
             return self._fixed.stats()
         state = self._state
         if state is None:
-            return DispatchStats()
+            return NOT_CHOSEN
         arm = state.situation.arm(self._held)
         return DispatchStats(
             arm=self._held,

@@ -5,8 +5,9 @@ import math
 from engine.config import SpeculationConfig
 from engine.dispatcher.adaptive import AdaptiveDispatcher
 from engine.dispatcher.arms import select_arms
-from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.dispatcher.dispatcher import Dispatcher
 from engine.dispatcher.latency import LatencyTable
+from engine.dispatcher.static import StaticDispatcher
 from engine.tree.library import TreeLibrary
 from engine.tree.search import Profile
 

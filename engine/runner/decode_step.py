@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
+from engine.draft.ranks import ranks_at
 from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
@@ -124,5 +125,5 @@ class DecodeStep:
         )
         state.commit(slots, verification, output.features[rows, path], sampling.is_penalized)
         last = path.gather(1, verification.num_accepted[:, None])[:, 0]
-        columns = (draft.ranks_at(last, verification.next_token), verification.is_finite.long())
+        columns = (ranks_at(draft, last, verification.next_token), verification.is_finite.long())
         return torch.cat((verification.token_ids, path, torch.stack(columns, dim=1)), dim=1)

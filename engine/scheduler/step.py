@@ -5,8 +5,9 @@ What goes into a step, and in which order, is left to the scheduler.
 
 from dataclasses import dataclass
 
-from engine.batch import Admission, BlockGrowth, DecodeRow, PrefillChunk, RowKind, StepPlan
+from engine.batch import Admission, BlockGrowth, DecodeRow, PrefillChunk, StepPlan
 from engine.request import Sequence
+from engine.row_kind import RowKind
 from engine.scheduler.progress import Progress
 from engine.tree.topology import TreeTopology
 

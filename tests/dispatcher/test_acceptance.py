@@ -5,8 +5,8 @@ import random
 import pytest
 
 from benchmarks.dispatcher_world import Acceptance, SimulatedRow, chain_profile, scaled, stats_of
-from engine.batch import RowKind
 from engine.dispatcher.acceptance import MAX_TILTED_ROWS, AcceptanceModel
+from engine.row_kind import RowKind
 from engine.tree.library import DEFAULT_PROFILE
 from engine.tree.search import acceptance_length, search
 from engine.tree.topology import chain, root_only

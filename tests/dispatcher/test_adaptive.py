@@ -19,8 +19,8 @@ from engine.batch import Load, RowStats, StepStats
 from engine.config import SpeculationConfig
 from engine.dispatcher.adaptive import DECIDE_EVERY, AdaptiveDispatcher
 from engine.dispatcher.control import choose_arm
-from engine.dispatcher.dispatcher import StaticDispatcher
 from engine.dispatcher.state import DispatchState
+from engine.dispatcher.static import StaticDispatcher
 from engine.errors import ConfigError
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 from engine.tree.search import acceptance_length

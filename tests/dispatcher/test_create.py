@@ -4,8 +4,8 @@ from engine.batch import Load
 from engine.config import SpeculationConfig
 from engine.dispatcher.adaptive import AdaptiveDispatcher
 from engine.dispatcher.create import create_dispatcher
-from engine.dispatcher.dispatcher import StaticDispatcher
 from engine.dispatcher.latency import ArmTimes, LatencyTable
+from engine.dispatcher.static import StaticDispatcher
 from engine.errors import ConfigError
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 

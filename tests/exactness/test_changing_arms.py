@@ -5,11 +5,12 @@ from collections import defaultdict
 
 import pytest
 
-from engine.batch import NUM_RANKS, Load, RowKind
+from engine.batch import NUM_RANKS, Load
 from engine.config import SpeculationConfig
 from engine.dispatcher.calibration import CalibrationPlan, calibrate
 from engine.dispatcher.create import create_dispatcher
-from engine.dispatcher.dispatcher import StaticDispatcher
+from engine.dispatcher.static import StaticDispatcher
+from engine.row_kind import RowKind
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 from tests.exactness.head import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run

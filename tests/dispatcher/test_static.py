@@ -2,7 +2,8 @@ import pytest
 
 from engine.batch import Load
 from engine.config import SpeculationConfig
-from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.dispatcher.dispatcher import Dispatcher
+from engine.dispatcher.static import StaticDispatcher
 from engine.errors import ConfigError
 from engine.tree.library import TreeLibrary
 
