@@ -19,6 +19,7 @@ from engine.tree.topology import TreeTopology
 PRIOR_STRENGTH = 32.0  # visited nodes a depth
 DISTRUST = 4.0  # the same, once an alarm has shown that what came before no longer holds
 HALF_LIFE = 8192.0  # visited nodes; a break is left to the change detector
+_LEAST_KNOWN = 128.0  # visited roots from which on there is something that can break
 _FADE = 0.5 ** (1.0 / HALF_LIFE)
 _MAX_KNOWN = 4096  # rows whose outcomes are kept: the same few come again and again
 MAX_TILTED_ROWS = 8  # in larger batches requests average out
@@ -77,7 +78,7 @@ class _Cell:
     def reset_on_alarm(self, threshold: float) -> bool:
         """Begin again from what was seen since acceptance broke, where it did."""
         since = self.detector.alarm(threshold)
-        if since is None:
+        if since is None or self.counts.tries(0, 0) < _LEAST_KNOWN:
             return False
         self.counts = since
         self.strength = DISTRUST
@@ -134,7 +135,7 @@ class AcceptanceModel:
             share, known = count / total, self.estimate(kind)
             length = acceptance_length(topology, known.profile)
             settled += share * length
-            lean = self._mean_tilt(kind)
+            lean = self._lean(kind)
             tilted = [tilt(row, lean) for row in known.profile] if lean else known.profile
             tokens += share * (acceptance_length(topology, tilted) if lean else length)
             variance += share * share * variance_of_tokens(topology, known)
@@ -199,11 +200,14 @@ class AcceptanceModel:
             self._cells[kind] = _Cell()
         return self._cells[kind]
 
-    def _mean_tilt(self, kind: RowKind) -> float:
-        if not self._tilts:
+    def _lean(self, kind: RowKind) -> float:
+        """Return by how many log odds the running requests of a kind are sure to accept less than it."""
+        known = [found for idx, found in self._tilts.items() if self._kind_of[idx] == kind]
+        if not known:
             return 0.0
-        leans = [known.mean for idx, known in self._tilts.items() if self._kind_of[idx] == kind]
-        return sum(leans) / len(leans) if leans else 0.0
+        mean = sum(found.mean for found in known) / len(known)
+        error = math.sqrt(sum(found.variance for found in known)) / len(known)
+        return min(0.0, mean + error)
 
 
 def _distinct(rows: Sequence[RowStats]) -> Iterable[tuple[RowStats, int]]:

@@ -67,7 +67,7 @@ class AdaptiveDispatcher:
         self._batch = 0  # when the load was last new
         self._step = self._decided_at = 0
         self._arrived_at = 0  # the step at which it was
-        self._is_urgent = True
+        self._is_urgent, self._is_broken = True, False
         self._leader, self._num_leading = PLAIN, 0
         self._switched_at: deque[int] = deque()  # steps of recent changes at one load
         self._num_plain_run = 0  # plain steps observed in a row
@@ -129,7 +129,7 @@ class AdaptiveDispatcher:
         is_off = self._held == PLAIN
         threshold = (_ALARM_OFF if is_off else _ALARM) + math.log(len(stats.rows))
         if self._acceptance.observe(stats.rows, threshold):
-            self._is_urgent = True
+            self._is_urgent = self._is_broken = True
             self._prober.hurry()
         names = {row.topology.name for row in stats.rows}
         if len(names) == 1 and not stats.num_prefill_tokens:
@@ -167,6 +167,7 @@ class AdaptiveDispatcher:
         """Weigh the arms anew; a probe under way ends where the load or the held arm changes."""
         self._decided_at, self._is_urgent = self._step, False
         now = self._weigh(load, is_new_load)
+        self._is_broken = False
         choice = choose_arm(now)
         self._num_leading = self._num_leading + 1 if choice.leader == self._leader else 1
         self._leader = choice.leader
@@ -201,6 +202,7 @@ class AdaptiveDispatcher:
             num_switches=len(self._switched_at),
             num_blocked=self._watchdog.num_blocked,
             is_settled=self._step - self._arrived_at >= _SETTLING,
+            is_broken=self._is_broken,
             max_seconds=self._max_step_seconds,
         )
 

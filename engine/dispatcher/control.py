@@ -11,6 +11,7 @@ from engine.dispatcher.latency import PLAIN
 
 MARGIN = 0.005  # a tree must be sure to beat measured plain decoding by this much
 DEVIATIONS = 1.0  # standard errors that a tree's tokens may be off: beyond them a comparison is sure
+LEAVING = 2.0  # the same for a tree that is held: it is left when sure to lose, since evidence ends with it
 OPTIMISM = 2.5  # standard errors added to a tree's tokens for what it may turn out to bring
 GAIN = 0.01  # a change at the same load must promise this much
 MAX_SWITCHES = 3  # recent ones after which the arm is held at the same load, unless it loses
@@ -81,7 +82,7 @@ class Situation:
     another bucket since the last decision. `leader` was the best arm in the last `num_leading` decisions.
     `num_switches` counts changes at the same load in the last 1,000 steps. `is_settled` says that trees had
     time to be timed at this load. `num_blocked` is for how many more steps the watchdog forbids speculation.
-    `max_seconds` caps the step.
+    `is_broken` says that acceptance broke since the last decision. `max_seconds` caps the step.
     """
 
     arms: tuple[ArmEstimate, ...]
@@ -92,6 +93,7 @@ class Situation:
     num_switches: int
     num_blocked: int
     is_settled: bool = True
+    is_broken: bool = False
     max_seconds: float = math.inf
 
     @property
@@ -146,13 +148,20 @@ def may_run(arm: ArmEstimate, now: Situation) -> bool:
     sure to lose.
     """
     if arm.name == now.held and not now.is_new_load:
-        return arm.rate + arm.doubt >= now.plain.rate
+        return arm.rate + leave_slack(arm, now) >= now.plain.rate
     return arm.rate - arm.doubt >= (1.0 + MARGIN) * now.plain.rate
 
 
 def is_losing(arm: ArmEstimate, now: Situation) -> bool:
     """Return whether a tree is sure to lose to plain decoding, single requests left aside."""
-    return arm.settled_rate + arm.doubt < now.plain.rate
+    return arm.settled_rate + leave_slack(arm, now) < now.plain.rate
+
+
+def leave_slack(arm: ArmEstimate, now: Situation) -> float:
+    """Return by how much the rate of a held tree may be underestimated; none is granted where acceptance
+    broke.
+    """
+    return 0.0 if now.is_broken else LEAVING / DEVIATIONS * arm.doubt
 
 
 def _switch_or_hold(now: Situation, held: ArmEstimate, leader: ArmEstimate) -> Choice:

@@ -15,6 +15,7 @@ from engine.dispatcher.control import (
     Reason,
     Situation,
     choose_arm,
+    leave_slack,
     may_run,
     settle,
 )
@@ -93,7 +94,7 @@ def _verdict(arm: ArmEstimate, now: Situation) -> str:
         return f"{arm.name} cannot run or pay at this batch."
     if arm.seconds > now.max_seconds:
         return f"{arm.name} is over the cap: {1e3 * arm.seconds:.2f} > {1e3 * now.max_seconds:.2f} ms a step."
-    lower, upper = arm.rate - arm.doubt, arm.rate + arm.doubt
+    lower, upper = arm.rate - arm.doubt, arm.rate + leave_slack(arm, now)
     is_held = arm.name == now.held and not now.is_new_load
     if may_run(arm, now):
         bound = (

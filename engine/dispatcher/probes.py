@@ -7,17 +7,17 @@ import enum
 import math
 from dataclasses import dataclass
 
-from engine.dispatcher.control import ArmEstimate, Situation
+from engine.dispatcher.control import DEVIATIONS, ArmEstimate, Situation
 
-BUDGET = 0.006  # of the time, the most that probes may lose
-_FIRST_BUDGET = 4.0  # plain steps that may be lost at the start
-_MOST_SAVED = 6.0  # plain steps that may be saved up
+BUDGET = 0.005  # of the time, the most that probes may lose
+_FIRST_BUDGET = 8.0  # plain steps that may be lost at the start
+_MOST_SAVED = 3.0  # plain steps that may be saved up
 _GAP = 96  # steps between two probes
-_PLAIN_GAP = 32  # the same while decoding plainly, when nothing else teaches
+_PLAIN_GAP = 16  # the same while decoding plainly, when nothing else teaches
 _SHORT_GAP = 8  # the same, while trees are timed for the first time at a load
 _MAX_PATIENCE = 16  # gaps between probes that taught nothing new
 _COST_STEPS = 4  # the first of them may catch up, and is not a measurement
-_NUM_OUTCOMES = 8  # roots that a probe of acceptance looks at
+_NUM_OUTCOMES = 4  # roots that a probe of acceptance looks at
 _LEAST_LOSS = 0.02  # of a step, however good a probe looks
 
 
@@ -47,14 +47,17 @@ class Prober:
 
     def __init__(self) -> None:
         self.num_probes = 0
-        self.credit = -1.0  # seconds; below zero before the first plan
+        self._credit: float | None = None  # seconds; none before the first plan
+        self._most_saved = 0.0
         self._next_step = _SHORT_GAP
         self._patience = 1
 
     def earn(self, seconds: float) -> None:
-        """Add the share of a step's time that probes may lose."""
-        if self.credit >= 0.0:
-            self.credit += BUDGET * seconds
+        """Add the share of a step's time that probes may lose; what is beyond the most that may be saved, as
+        at the start, is lost as fast.
+        """
+        if self._credit is not None:
+            self._credit += BUDGET * seconds * (1.0 if self._credit < self._most_saved else -1.0)
 
     def hurry(self) -> None:
         """Forget that probes taught nothing: things changed."""
@@ -62,8 +65,9 @@ class Prober:
 
     def plan(self, now: Situation, held: str, step: int) -> Probe | None:
         """Return the probe to begin at `step`, if one is due, of use and paid for."""
-        most = _MOST_SAVED * now.plain.seconds
-        self.credit = min(self.credit, most) if self.credit >= 0.0 else _FIRST_BUDGET * now.plain.seconds
+        self._most_saved = _MOST_SAVED * now.plain.seconds
+        credit = _FIRST_BUDGET * now.plain.seconds if self._credit is None else self._credit
+        self._credit = credit
         arm = now.arm(held)
         if step < self._next_step or arm is None or now.num_blocked:
             return None
@@ -72,14 +76,14 @@ class Prober:
             return None
         probe, aim = wanted
         # Timing a tree that may be the best is done once for each load, so it needs no budget.
-        if aim is not Aim.TIME and self.credit < probe.loss:
+        if aim is not Aim.TIME and credit < probe.loss:
             return None
-        self.credit = max(0.0, self.credit - probe.loss)
+        self._credit = max(0.0, credit - probe.loss)
         self.num_probes += 1
         gap = _PLAIN_GAP if arm is now.plain else _GAP
         gap = _SHORT_GAP if aim is Aim.TIME else gap
         if aim is Aim.RECOVERY:
-            gap *= self._patience
+            gap *= 2 * self._patience
             self._patience = min(2 * self._patience, _MAX_PATIENCE)
         self._next_step = step + probe.num_steps + gap
         return probe
@@ -104,6 +108,7 @@ def _wanted(now: Situation, held: ArmEstimate) -> tuple[Probe, Aim] | None:
 
 
 def _probe(arm: ArmEstimate, held: ArmEstimate, num_steps: int) -> Probe:
-    """Price a probe by what the steps are expected to bring."""
-    loss = arm.seconds - held.seconds * arm.tokens / held.tokens
+    """Price a probe by what its steps are sure to bring, so that what is not known is paid for."""
+    tokens = max(1.0, arm.tokens - DEVIATIONS * arm.error)
+    loss = arm.seconds - held.seconds * tokens / held.tokens
     return Probe(arm.name, num_steps, num_steps * max(loss, _LEAST_LOSS * held.seconds))

@@ -53,6 +53,7 @@ def random_situation(seed):
         num_leading=source.randrange(5),
         num_switches=source.choice((0, 0, 1, 3)),
         num_blocked=source.choice((0, 0, 0, 0, 9)),
+        is_broken=source.random() < 0.2,
         is_settled=source.random() < 0.7,
         max_seconds=source.choice((math.inf, math.inf, 1.0)),
     )

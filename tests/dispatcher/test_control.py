@@ -6,6 +6,7 @@ import pytest
 
 from engine.dispatcher.control import (
     DEVIATIONS,
+    LEAVING,
     MARGIN,
     MAX_SWITCHES,
     PATIENCE,
@@ -51,6 +52,7 @@ def test_each_rule_decides_its_situation(now, name, reason):
 def test_a_tree_is_taken_when_sure_to_win_and_left_when_sure_to_lose():
     unsure = arm("tree-8", 0.9, error=0.2)
     assert choose_arm(situation(unsure, held="tree-8")).name == "tree-8"
+    assert choose_arm(situation(unsure, held="tree-8", is_broken=True)).name == "off"
     assert choose_arm(situation(unsure, held="tree-8", is_new_load=True)).name == "off"
     assert choose_arm(situation(arm("tree-8", 1.1, error=0.2), is_new_load=True)).name == "off"
 
@@ -80,12 +82,12 @@ def test_whatever_the_situation_a_choice_may_run_and_keeps_the_law(seed):
     assert chosen.seconds <= now.max_seconds
     assert not math.isinf(chosen.seconds)
     tokens = chosen.settled if now.num_switches else chosen.tokens
-    slack = DEVIATIONS * chosen.error / chosen.seconds
+    error = chosen.error / chosen.seconds
     if choice.name != now.held or now.is_new_load:
-        least = tokens / chosen.seconds - slack
+        least = tokens / chosen.seconds - DEVIATIONS * error
         assert least >= (1 + MARGIN) * now.plain.rate, "taken where it is sure to win"
     else:
-        most = max(tokens, chosen.settled) / chosen.seconds + slack
+        most = max(tokens, chosen.settled) / chosen.seconds + (0 if now.is_broken else LEAVING * error)
         assert most >= now.plain.rate, "held until it is sure to lose"
     if not now.is_new_load and choice.name != now.held and now.num_switches >= MAX_SWITCHES:
         assert choice.reason is Reason.LOSING

@@ -22,6 +22,7 @@ STATED = [
     (f"After {control.MAX_SWITCHES} changes at one load in {adaptive._SWITCH_WINDOW:,} steps", "changes"),
     (f"has led {control.PATIENCE} decisions in a row", "patience"),
     (f"older than {correction._STALE_AFTER} steps", "staleness"),
+    (f"once {acceptance._LEAST_KNOWN:.0f} roots of a kind", "something to break"),
     (f"a budget of {probes.BUDGET:.1%} of the time", "budget"),
     (f"less than {watchdog._TOLERANCE:.0%} of it", "watchdog"),
     (f"a window of {watchdog._MEMORY:.0f} steps", "window"),
