@@ -4,16 +4,14 @@ All arms get the same prompts and emit the same number of tokens, so the speed-u
 times. Printing is left to `cli_bench`, prompts to `bench_prompts`.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from app.intervals import ratio_interval
 from app.offline import Completion, StepEngine, run_to_end
 from engine import Request, SamplingParams
 
 PLAIN = "off"
-NUM_RESAMPLES = 2000
-CONFIDENCE = 0.95
 WARM_UP_TOKENS = 8
 
 
@@ -101,27 +99,6 @@ def measure(engine: StepEngine, plan: BenchPlan, clock: Callable[[], float]) -> 
     return cells
 
 
-def speedup_interval(
-    seconds: Sequence[tuple[float, float]], num_resamples: int = NUM_RESAMPLES
-) -> tuple[float, float, float]:
-    """Return plain over speculative time, and its bootstrap interval over paired rounds (fixed seed).
-
-    `seconds` holds (plain, speculative) per round. Resampling pairs keeps what a round's prompts and the
-    machine's mood did to both arms alike (Efron 1979, percentile interval).
-    """
-    source = random.Random(0)  # noqa: S311 - statistics, not secrets
-    ratios = sorted(
-        _ratio(source.choices(seconds, k=len(seconds)))  # one resample
-        for _ in range(num_resamples)
-    )
-    tail = int(num_resamples * (1 - CONFIDENCE) / 2)
-    return _ratio(seconds), ratios[tail], ratios[-1 - tail]
-
-
-def _ratio(seconds: Sequence[tuple[float, float]]) -> float:
-    return sum(plain for plain, _ in seconds) / sum(speculative for _, speculative in seconds)
-
-
 def _prompts(plan: BenchPlan, batch: int, round_idx: int) -> list[tuple[int, ...]]:
     """Each round takes the next prompts, so that no text dominates; both arms of a round share them."""
     start = round_idx * batch
@@ -147,7 +124,7 @@ def _run(
 def _cell(arm: str, batch: int, plain_runs: Sequence[Run], runs: Sequence[Run]) -> Cell:
     """Sum the rounds of one arm, beside those of plain decoding."""
     pairs = list(zip(plain_runs, runs, strict=True))
-    speedup, low, high = speedup_interval([(plain.seconds, run.seconds) for plain, run in pairs])
+    speedup, low, high = ratio_interval([(plain.seconds, run.seconds) for plain, run in pairs])
     rows = [
         (prompt, left.token_ids, right.token_ids)
         for plain, run in pairs

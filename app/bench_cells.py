@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.bench import PLAIN, speedup_interval
+from app.bench import PLAIN
 from app.bench_trace import Trace, trace_steps
+from app.intervals import ratio_interval
 from engine import (
     FinishReason,
     MachineRates,
@@ -226,7 +227,7 @@ def _summarise(
     speedup = None
     if plain_rounds is not None:
         plain = [r.seconds_per_token for r in plain_rounds]
-        speedup = speedup_interval(list(zip(plain, seconds, strict=True)))
+        speedup = ratio_interval(list(zip(plain, seconds, strict=True)))
     wall = sum(r.long.seconds - r.short.seconds for r in rounds)
     device = sum(r.long.device_seconds - r.short.device_seconds for r in rounds)
     steps = [step for r in rounds for step in r.long.steps]

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.options import DTYPES, Commands, add_model, names, non_negative_floats, positive, positive_list
+from app.options_training import add_draft, add_eval, add_synth, add_train
+
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
@@ -44,44 +47,44 @@ def _parser() -> argparse.ArgumentParser:
     _add_pull(commands)
     _add_generate(commands)
     _add_bench(commands)
-    _add_eval(commands)
+    add_eval(commands)
+    add_synth(commands)
+    add_train(commands)
+    add_draft(commands)
     _add_trees(commands)
     return parser
 
 
-_Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse gives the type no public name
-
-
-def _add_serve(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser("serve", help="start an OpenAI-compatible server on this machine")
     serve.set_defaults(module="app.cli_serve")
     serve.add_argument("--config", type=Path, metavar="FILE", help="YAML file; the flags below win over it")
-    _add_model(serve, model=None, draft=None)
+    add_model(serve, model=None, draft=None)
     serve.add_argument("--served-model-name", metavar="NAME", help="what clients ask for")
     serve.add_argument("--host", metavar="HOST")
     serve.add_argument("--port", type=int, metavar="PORT")
-    serve.add_argument("--dtype", choices=_DTYPES)
+    serve.add_argument("--dtype", choices=DTYPES)
     serve.add_argument("--speculation", metavar="MODE", help="auto, off, or one tree name")
-    serve.add_argument("--max-model-len", type=_positive, metavar="N", help="tokens of prompt and answer")
-    serve.add_argument("--max-num-seqs", type=_positive, metavar="N", help="answers in flight at once")
+    serve.add_argument("--max-model-len", type=positive, metavar="N", help="tokens of prompt and answer")
+    serve.add_argument("--max-num-seqs", type=positive, metavar="N", help="answers in flight at once")
 
 
-def _add_pull(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_pull(commands: Commands) -> None:
     pull = commands.add_parser("pull", help="fetch a model into the cache and print its folder")
     pull.set_defaults(module="app.cli_pull")
     pull.add_argument("model", help="an alias (smollm2), or hf://org/name")
 
 
-def _add_generate(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_generate(commands: Commands) -> None:
     generate = commands.add_parser("generate", help="answer one prompt on the terminal")
     generate.set_defaults(module="app.cli_generate")
     generate.add_argument("prompt")
-    _add_model(generate)
-    generate.add_argument("--max-tokens", type=_positive, default=256, metavar="N")
+    add_model(generate)
+    generate.add_argument("--max-tokens", type=positive, default=256, metavar="N")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P")
     generate.add_argument("--seed", type=int, metavar="SEED")
-    generate.add_argument("--dtype", choices=_DTYPES, default="auto")
+    generate.add_argument("--dtype", choices=DTYPES, default="auto")
     generate.add_argument("--speculation", default="auto", metavar="MODE", help="auto, off, or one tree name")
     generate.add_argument("--raw", action="store_true", help="continue the text itself: no chat template")
     generate.add_argument(
@@ -89,22 +92,22 @@ def _add_generate(commands: "_Commands[argparse.ArgumentParser]") -> None:
     )
 
 
-def _add_bench(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_bench(commands: Commands) -> None:
     bench = commands.add_parser("bench", help="measure speculation against plain decoding")
     bench.set_defaults(module="app.cli_bench")
-    _add_model(bench)
-    bench.add_argument("--batch", type=_positive_list, default=(1, 4), metavar="N,N", help="batch sizes")
+    add_model(bench)
+    bench.add_argument("--batch", type=positive_list, default=(1, 4), metavar="N,N", help="batch sizes")
     bench.add_argument(
         "--context", type=_token_counts, metavar="N,N", help="prompt tokens, 8k for 8192; else as they come"
     )
     bench.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL with turns, prompt or messages")
-    bench.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="tokens per answer")
-    bench.add_argument("--rounds", type=_positive, default=5, metavar="N", help="rounds per batch size")
-    bench.add_argument("--tree", type=_names, default=("auto",), metavar="T,T", help="auto, or tree names")
-    bench.add_argument("--dtype", choices=_DTYPES, default="auto")
+    bench.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens per answer")
+    bench.add_argument("--rounds", type=positive, default=5, metavar="N", help="rounds per batch size")
+    bench.add_argument("--tree", type=names, default=("auto",), metavar="T,T", help="auto, or tree names")
+    bench.add_argument("--dtype", choices=DTYPES, default="auto")
     bench.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     bench.add_argument("--attention-backend", default="auto", metavar="NAME")
-    bench.add_argument("--block-size", type=_positive, metavar="N", help="tokens per cache block")
+    bench.add_argument("--block-size", type=positive, metavar="N", help="tokens per cache block")
     bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_bench_synthetic(bench)
 
@@ -129,7 +132,11 @@ def _add_bench_synthetic(bench: argparse.ArgumentParser) -> None:
         help="sizes of the trees to search: nodes and most levels of drafts",
     )
     synthetic.add_argument(
-        "--temperature", type=_temperatures, default=(0.0,), metavar="T,T", help="above 0 with top-p 0.9"
+        "--temperature",
+        type=non_negative_floats,
+        default=(0.0,),
+        metavar="T,T",
+        help="above 0 with top-p 0.9",
     )
     synthetic.add_argument("--seconds", type=float, default=600.0, help="for all cells together")
     synthetic.add_argument("--trace", action="store_true", help="list the kernels of a step in the JSON")
@@ -151,37 +158,22 @@ class _Synthetic(argparse.Action):
         namespace.module = "app.cli_bench_synthetic"
 
 
-def _add_eval(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    evaluate = commands.add_parser("eval", help="measure how much of a draft the model accepts")
-    evaluate.set_defaults(module="app.cli_eval")
-    _add_model(evaluate)
-    evaluate.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE", help="JSONL with turns, prompt or messages"
-    )
-    evaluate.add_argument("--tree", default="auto", metavar="MODE", help="auto, or one tree name")
-    evaluate.add_argument("--max-tokens", type=_positive, default=128, metavar="N")
-    evaluate.add_argument("--limit", type=_positive, metavar="N", help="use the first N prompts")
-    evaluate.add_argument("--batch", type=_positive, default=8, metavar="N", help="answers in flight at once")
-    evaluate.add_argument("--dtype", choices=_DTYPES, default="auto")
-    evaluate.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def _add_trees(commands: "_Commands[argparse.ArgumentParser]") -> None:
+def _add_trees(commands: Commands) -> None:
     trees = commands.add_parser("trees", help="search, draw and compare draft trees; explain a choice")
     trees.set_defaults(module="app.cli_trees")
     kinds = trees.add_subparsers(required=True, metavar="WHAT", dest="what")
     search = kinds.add_parser("search", help="the best trees for an acceptance profile")
-    search.add_argument("--nodes", type=_positive_list, default=(8, 16, 32, 64), metavar="N,N")
-    search.add_argument("--depth", type=_positive, default=7, metavar="N", help="most levels of drafts")
+    search.add_argument("--nodes", type=positive_list, default=(8, 16, 32, 64), metavar="N,N")
+    search.add_argument("--depth", type=positive, default=7, metavar="N", help="most levels of drafts")
     search.add_argument("--out", type=Path, metavar="FILE", help="write them as a draft's trees.json")
     show = kinds.add_parser("show", help="draw trees with the chance that each node is accepted")
     show.add_argument("names", nargs="*", metavar="TREE", help="all trees of the draft by default")
     compare = kinds.add_parser("compare", help="tokens per call, and per second where steps were timed")
     compare.add_argument("names", nargs="*", metavar="TREE", help="all trees of the draft by default")
     compare.add_argument("--latency", type=Path, metavar="FILE", help="a latency table as JSON")
-    compare.add_argument("--context", type=_positive, default=512, metavar="N", help="cached tokens of a row")
+    compare.add_argument("--context", type=positive, default=512, metavar="N", help="cached tokens of a row")
     for kind in (search, show, compare):
-        _add_model(kind)
+        add_model(kind)
         kind.add_argument(
             "--profile", type=Path, metavar="FILE", help="acceptance instead of the draft's own"
         )
@@ -189,47 +181,16 @@ def _add_trees(commands: "_Commands[argparse.ArgumentParser]") -> None:
     explain.add_argument("state", metavar="FILE", help="a dispatcher's state as JSON; - reads it from a pipe")
 
 
-def _add_model(
-    parser: argparse.ArgumentParser, model: str | None = "smollm2", draft: str | None = "auto"
-) -> None:
-    parser.add_argument("--model", default=model, metavar="M", help="an alias, a folder, or hf://org/name")
-    parser.add_argument(
-        "--draft", default=draft, metavar="D", help="a folder, auto (the one shipped for the model) or none"
-    )
-
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return value
-
-
-def _positive_list(text: str) -> tuple[int, ...]:
-    return tuple(_positive(item) for item in text.split(","))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    return tuple(float(item) for item in text.split(","))
-
-
 def _token_counts(text: str) -> tuple[int, ...]:
     """Read counts such as 512,8k."""
     return tuple(
-        _positive(item.removesuffix("k")) * (1024 if item.endswith("k") else 1) for item in _names(text)
+        positive(item.removesuffix("k")) * (1024 if item.endswith("k") else 1) for item in names(text)
     )
 
 
 def _tree_sizes(text: str) -> tuple[tuple[int, int], ...]:
-    pairs = (item.partition(":") for item in _names(text))
-    return tuple((_positive(nodes), _positive(levels)) for nodes, _, levels in pairs)
+    pairs = (item.partition(":") for item in names(text))
+    return tuple((positive(nodes), positive(levels)) for nodes, _, levels in pairs)
 
 
 if __name__ == "__main__":

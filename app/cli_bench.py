@@ -18,7 +18,7 @@ from app.bench import PLAIN, BenchPlan, Cell, measure
 from app.bench_prompts import bench_prompts
 from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
-from app.prompt_file import read_prompts
+from app.prompt_file import read_chats
 from engine import MAX_GAP, ConfigError, EngineConfig, EngineFacts, NearTies, StepError
 
 AUTO_TREE = "auto"
@@ -80,14 +80,14 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         raise ConfigError("--tree off is the baseline: name trees, or auto")
     if options.context is not None and (options.prompts is not None or len(options.context) > 1):
         raise ConfigError("--context is one number, and not for --prompts, whose texts are taken as they are")
-    chats = None if options.prompts is None else read_prompts(options.prompts)
+    chats = None if options.prompts is None else read_chats(options.prompts)
     model = LocalModel.open(_sizes(options), options.model, options.draft)
     if chats is None:
         prompts = bench_prompts(
             model.tokenizer, model.template, options.context[0] if options.context else None
         )
     else:
-        prompts = tuple(model.encode_chat(chat) for chat in chats)
+        prompts = tuple(model.encode_chat(chat.first_turn) for chat in chats)
     engine = model.engine()
     facts = engine.facts
     check_length(max(map(len, prompts)), options.max_tokens, facts.max_model_len)

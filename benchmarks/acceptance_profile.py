@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from app.local_model import LocalModel
 from app.offline import run_to_end
-from app.prompt_file import read_prompts
+from app.prompt_file import read_chats
 from engine import EngineConfig, MeasuredProfile, Request, SamplingParams
 from engine.draft.loader import load_draft
 from engine.model.config import ModelConfig
@@ -58,7 +58,7 @@ def main() -> None:
     model = LocalModel.open(sizes, options.model, options.draft)
     if model.config.draft is None:
         parser.error("no draft is shipped for this model: name its folder with --draft")
-    prompts = [model.encode_chat(chat) for chat in read_prompts(options.prompts, options.limit)]
+    prompts = [model.encode_chat(chat.first_turn) for chat in read_chats(options.prompts, options.limit)]
     conversations = answer(model, prompts, options.max_tokens)
     config, draft = ModelConfig.load(model.config.model), load_draft(model.config.draft)
     num_positions = int(conversations.lengths.max()) + options.depth

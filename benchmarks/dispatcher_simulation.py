@@ -157,7 +157,7 @@ def build_dispatcher(
         world.arms,
         table or world.table,
         prior,
-        StaticDispatcher(SpeculationConfig(table=()), library),
+        StaticDispatcher(SpeculationConfig(), (), library),
         block_size=BLOCK_SIZE,
         max_num_seqs=256,
         prior_strength=prior_strength,

@@ -71,6 +71,7 @@ class Problem:
         self.k_pages, self.v_pages = pages
         self.tables = torch.randperm(blocks, device=DEVICE).view(len(chunks), width)
         self.starts = torch.tensor([start for _, start in chunks], device=DEVICE)
+        self.window_starts = torch.zeros_like(self.starts)
         self.offsets = torch.tensor([0, *itertools.accumulate(self.lens)], device=DEVICE)
         self.q = torch.randn(sum(self.lens), heads * group, dim, dtype=torch.bfloat16, device=DEVICE)
         pairs = sum(size * start + size * (size + 1) // 2 for size, start in chunks)
@@ -78,7 +79,7 @@ class Problem:
 
     def call(self, config: PrefillConfig) -> Tensor:
         """Run our kernel."""
-        where = (self.tables, self.offsets, self.starts, self.lens)
+        where = (self.tables, self.offsets, self.starts, self.window_starts, self.lens)
         return attend_prefill(self.q, self.k_pages, self.v_pages, *where, config=config)
 
     def flash(self, size: int, start: int, group: int) -> Callable[[], object] | None:

@@ -240,21 +240,16 @@ def candidates(base: TreeConfig, shape: Shape, options: argparse.Namespace) -> l
     queries = shape.num_nodes * shape.group
     found = []
     blocks = [block for block in options.block_m if block < 2 * max(queries, 33)] or [base.block_m]
-    grid = itertools.product(
-        blocks, options.block_n, options.warps, options.stages, options.registers, (0, 1)
-    )
-    for block_m, block_n, warps, stages, registers, is_sliced in grid:
-        slices = warps if is_sliced else 1
-        if (is_sliced and block_m > 32) or block_n // slices < 16 or (block_m == 128 and warps < 8):
+    grid = itertools.product(blocks, options.block_n, options.warps, options.stages, options.registers)
+    for block_m, block_n, warps, stages, registers in grid:
+        if block_m == 128 and warps < 8:
             continue
-        item = 4 * shape.head_dim * block_n * max(1, stages - 1) + 2 * shape.head_dim * block_m
-        if item > 200_000:
+        if 4 * shape.head_dim * block_n * max(1, stages - 1) + 2 * shape.head_dim * block_m > 200_000:
             continue
         config = replace(
             base,
             block_m=block_m,
             block_n=block_n,
-            num_slices=slices,
             num_warps=warps,
             num_stages=stages,
             max_registers=registers or None,

@@ -20,6 +20,7 @@ from engine.errors import (
     ModelLoadError,
     RequestError,
     StepError,
+    TrainingError,
 )
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
@@ -68,6 +69,7 @@ __all__ = [
     "StopStrings",
     "SyntheticEngine",
     "SyntheticWeights",
+    "TrainingError",
     "TreeLibrary",
     "TreeTopology",
     "WorkPart",

@@ -11,7 +11,7 @@ from engine.tree.topology import TreeTopology
 
 DUMMY_SLOT = 0  # a padded row of a batch is this slot: it reads an empty prefix and writes to the dummy block
 DUMMY_BLOCK = 0
-NUM_RANKS = 8  # of the draft's distribution that are told apart; a token beyond them has rank NUM_RANKS
+NUM_RANKS = 8  # of the draft's distribution that are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,15 @@ class RowResult:
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
     `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `path`
-    holds the node ids of the accepted drafts. `next_rank` is the rank of the last token in the draft's
-    distribution at the node it was drawn at, NUM_RANKS where it is none of the first ranks, and None where
-    there was no such distribution.
+    holds the node ids of the accepted drafts. `next_rank` is the rank of the last token among the draft's
+    best `num_ranks` at the node it was drawn at, `num_ranks` for none of them, and None where nobody looked.
     """
 
     token_ids: tuple[int, ...]
     is_finite: bool = True
     path: tuple[int, ...] = ()
     next_rank: int | None = None
+    num_ranks: int = NUM_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +164,15 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class RowStats:
     """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them, and
-    `path_ranks` are their ranks from the root down. `next_rank` is that of `RowResult`; `kind` and
-    `sequence_idx` are those of `DecodeRow`.
+    `path_ranks` are their ranks from the root down. `next_rank` and `num_ranks` are those of `RowResult`;
+    `kind` and `sequence_idx` are those of `DecodeRow`.
     """
 
     topology: TreeTopology
     num_accepted: int
     path_ranks: tuple[int, ...] = ()
     next_rank: int | None = None
+    num_ranks: int = NUM_RANKS
     kind: RowKind = ANY_KIND
     sequence_idx: int = 0
 

@@ -14,6 +14,7 @@ from engine.counters import Counters
 from engine.dispatcher.create import create_dispatcher
 from engine.dispatcher.dispatcher import Dispatcher
 from engine.dispatcher.latency import LatencyTable
+from engine.dispatcher.static import StaticDispatcher
 from engine.errors import AdmissionError, RequestError
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
@@ -77,19 +78,14 @@ class Engine:
         return engine
 
     def prepare(self) -> None:
-        """Capture the steps that the dispatcher can ask for, and plain decoding, which any request may ask
-        for. Does nothing on a device that captures none.
-        """
+        """Capture what the dispatcher can ask for, and plain decoding, where the device captures steps."""
         max_rows = self.facts.max_num_seqs
         off = (self._scheduler.root_only, range(1, max_rows + 1))
         for topology, num_rows in (*self._dispatcher.reachable(max_rows), off):
             self._runner.capture(topology, num_rows)
 
     def capture(self, tree: str, num_rows: int) -> None:
-        """Capture the steps of up to `num_rows` rows over the tree called `tree`, which requests may name.
-
-        Raises `ConfigError` for an unknown name.
-        """
+        """Capture steps of up to `num_rows` rows over a tree. Raises `ConfigError` for an unknown name."""
         self._runner.capture(self._scheduler.library.get(tree), range(1, num_rows + 1))
 
     @property
@@ -234,11 +230,10 @@ def assemble_engine(
         draft_window=config.speculation.feature_window,
     )
     scheduler = Scheduler(scheduler_config, kv_cache, library)
+    table = config.device_sizes(facts.device.startswith("cuda")).table
+    static = StaticDispatcher(config.speculation, table, library)
     dispatcher = create_dispatcher(
-        config.speculation,
-        library,
-        latency,
-        profile,
+        *(config.speculation, static, library, latency, profile),
         block_size=facts.block_size,
         max_num_seqs=config.max_num_seqs,
     )
@@ -252,6 +247,7 @@ def _row_stats(row: DecodeRow, answer: RowResult) -> RowStats:
         num_accepted=len(answer.token_ids) - 1,
         path_ranks=tuple([ranks[node] for node in answer.path]),
         next_rank=answer.next_rank,
+        num_ranks=answer.num_ranks,
         kind=row.kind,
         sequence_idx=row.sequence_idx,
     )

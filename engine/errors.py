@@ -49,4 +49,4 @@ class EngineDeadError(EyasError):
 
 
 class TrainingError(EyasError):
-    """Draft training cannot go on: a loss is not finite. Earlier checkpoints are intact."""
+    """Draft training cannot go on: a loss is not finite, or the disk is full. Earlier files are intact."""

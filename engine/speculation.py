@@ -55,8 +55,10 @@ class TreeTensors:
 
     parents, depths, ranks: [B, N] int64, where the root and padding hold 0. ancestor_bits: [B, N] int64, the
     node itself included; padding sees only itself, so that a softmax over its row is finite. is_node: [B, N]
-    bool. level_nodes: for d = 1..D a tensor [B, W_d] int64 of the node ids at depth d, padded with N.
-    max_rank is the largest rank in the step: a host integer, as the shapes are.
+    bool. columns: [B, C] int64, the ids of all nodes but the root, where the level at depth d has the next
+    widths[d - 1] columns, padded with N. ancestor_mask: [B, N, N] bool, may node i (dim 1) attend to node j
+    (dim 2)? column_mask: [B, C, C] bool, the same between columns, padding seeing only itself. widths and
+    max_rank, the largest rank in the step, are host integers, as the shapes are.
     """
 
     parents: Tensor
@@ -64,7 +66,10 @@ class TreeTensors:
     ranks: Tensor
     ancestor_bits: Tensor
     is_node: Tensor
-    level_nodes: tuple[Tensor, ...]
+    columns: Tensor
+    ancestor_mask: Tensor
+    column_mask: Tensor
+    widths: tuple[int, ...]
     max_rank: int
 
     @property
@@ -77,17 +82,20 @@ class TreeTensors:
 
     @property
     def depth(self) -> int:
-        return len(self.level_nodes)
+        return len(self.widths)
 
     @property
     def shape(self) -> TreeShape:
-        widths = tuple(nodes.shape[1] for nodes in self.level_nodes)
-        return TreeShape(self.num_nodes, widths, self.max_rank)
+        return TreeShape(self.num_nodes, self.widths, self.max_rank)
 
-    def ancestor_mask(self) -> Tensor:
-        """Return [B, N, N] bool: may node i (dim 1) attend to node j (dim 2)?"""
-        bit = torch.arange(self.num_nodes, device=self.ancestor_bits.device)
-        return (self.ancestor_bits[:, :, None] >> bit & 1).bool()
+    def level(self, depth: int) -> slice:
+        """Return the columns of the nodes at `depth`, from 1 to D."""
+        start = sum(self.widths[: depth - 1])
+        return slice(start, start + self.widths[depth - 1])
+
+    def level_nodes(self, depth: int) -> Tensor:
+        """Return the node ids at `depth`, [B, W_d] int64, padded with N; at depth 0 the root alone."""
+        return self.columns[:, self.level(depth)] if depth else torch.zeros_like(self.parents[:, :1])
 
     @staticmethod
     def build(topologies: tuple[TreeTopology, ...], num_nodes: int, device: torch.device) -> "TreeTensors":
@@ -102,7 +110,8 @@ class TreeTensors:
         num_nodes = shape.num_nodes
 
         def table(rows: list[list[int]]) -> Tensor:
-            return upload([value for row in rows for value in row], torch.int64, device).view(len(rows), -1)
+            values = [value for row in rows for value in row]
+            return upload(values, torch.int64, device).view(len(rows), len(rows[0]))
 
         pads = [num_nodes - t.num_nodes for t in topologies]
         bits = [
@@ -110,17 +119,29 @@ class TreeTensors:
             + [_signed(1 << node) for node in range(t.num_nodes, num_nodes)]
             for t in topologies
         ]
-        levels = []
-        for depth, width in enumerate(shape.widths, start=1):
-            nodes = [list(t.levels[depth]) if depth <= t.depth else [] for t in topologies]
-            levels.append(table([row + [num_nodes] * (width - len(row)) for row in nodes]))
+        levels = [
+            [[*t.levels[depth]] if depth <= t.depth else [] for depth in range(1, shape.depth + 1)]
+            for t in topologies
+        ]
+        columns = [
+            [
+                node
+                for level, width in zip(row, shape.widths, strict=True)
+                for node in level + [num_nodes] * (width - len(level))
+            ]
+            for row in levels
+        ]
+        ancestor_bits, column_table = table(bits), table(columns)
         return TreeTensors(
             parents=table([[0, *t.parents[1:]] + [0] * pad for t, pad in zip(topologies, pads, strict=True)]),
             depths=table([[*t.depths] + [0] * pad for t, pad in zip(topologies, pads, strict=True)]),
             ranks=table([[*t.ranks] + [0] * pad for t, pad in zip(topologies, pads, strict=True)]),
-            ancestor_bits=table(bits),
+            ancestor_bits=ancestor_bits,
             is_node=torch.arange(num_nodes, device=device) < table([[t.num_nodes] for t in topologies]),
-            level_nodes=tuple(levels),
+            columns=column_table,
+            ancestor_mask=_ancestor_mask(ancestor_bits),
+            column_mask=_column_mask(ancestor_bits, column_table),
+            widths=shape.widths,
             max_rank=shape.max_rank,
         )
 
@@ -132,8 +153,23 @@ class TreeTensors:
     @property
     def tables(self) -> tuple[Tensor, ...]:
         """Every tensor of the node table."""
-        tables = (self.parents, self.depths, self.ranks, self.ancestor_bits, self.is_node)
-        return tables + self.level_nodes
+        nodes = (self.parents, self.depths, self.ranks, self.ancestor_bits, self.is_node)
+        return (*nodes, self.columns, self.ancestor_mask, self.column_mask)
+
+
+def _ancestor_mask(ancestor_bits: Tensor) -> Tensor:
+    """Return [B, N, N] bool of bits [B, N]."""
+    bit = torch.arange(ancestor_bits.shape[1], device=ancestor_bits.device)
+    return (ancestor_bits[:, :, None] >> bit & 1).bool()
+
+
+def _column_mask(ancestor_bits: Tensor, columns: Tensor) -> Tensor:
+    """Return [B, C, C] bool of bits [B, N] and node ids [B, C]."""
+    num_nodes = ancestor_bits.shape[1]
+    nodes, is_node = columns.clamp(max=num_nodes - 1), columns < num_nodes
+    is_above = (ancestor_bits.gather(1, nodes)[:, :, None] >> nodes[:, None] & 1).bool()
+    itself = torch.eye(columns.shape[1], dtype=torch.bool, device=columns.device)
+    return is_above & is_node[:, :, None] & is_node[:, None] | itself
 
 
 def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -154,8 +190,8 @@ class DraftOutput:
     """Drafted tokens of one step. token_ids: [B, N] int64 over the target's vocabulary; column 0 is the root,
     padding is -1. probs: [B, N, V] float32, the draft's distribution q *at* each node (rows of leaves are
     unread), present only where children were sampled without replacement in rank order. children: [B, N, R]
-    int64, the draft's best R = NUM_RANKS tokens at each node where it ran, else -1; the tree uses the first
-    few."""
+    int64, the R tokens that the draft chose at each node where it ran, else -1; the tree uses the first few.
+    """
 
     token_ids: Tensor
     probs: Tensor | None = None

@@ -26,7 +26,7 @@ def test_rows_hold_their_topology_and_padding_holds_nothing(num_nodes: int) -> N
 
 def test_levels_list_their_nodes_then_the_padding_id() -> None:
     tree = TreeTensors.build((WIDE, root_only(), chain(2)), 12, CPU)
-    assert [level.tolist() for level in tree.level_nodes] == [
+    assert [tree.level_nodes(depth).tolist() for depth in (1, 2, 3)] == [
         [[1, 2, 3], [12, 12, 12], [1, 12, 12]],
         [[4, 5, 6, 7], [12, 12, 12, 12], [2, 12, 12, 12]],
         [[8, 9, 10], [12, 12, 12], [12, 12, 12]],
@@ -44,7 +44,7 @@ def test_ancestor_mask_is_the_reachability_of_each_node(topology: TreeTopology, 
     expected = torch.eye(num_nodes, dtype=torch.bool).repeat(2, 1, 1)
     for node in range(1, topology.num_nodes):
         expected[0, node] |= expected[0, topology.parents[node]]
-    mask = tree.ancestor_mask()
+    mask = tree.ancestor_mask
     assert torch.equal(mask, expected)
     # Every row of the mask sees something, padding too: a softmax over it is finite.
     assert mask.any(-1).all()
@@ -60,6 +60,6 @@ def test_bit_63_is_the_sign_of_the_mask() -> None:
 
 def test_plain_decoding_is_a_table_without_levels() -> None:
     tree = TreeTensors.build((root_only(), root_only()), 1, CPU)
-    assert tree.level_nodes == ()
+    assert tree.columns.shape == (2, 0)
     assert tree.depth == 0
-    assert tree.ancestor_mask().tolist() == [[[True]], [[True]]]
+    assert tree.ancestor_mask.tolist() == [[[True]], [[True]]]

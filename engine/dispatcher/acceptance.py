@@ -192,7 +192,9 @@ class AcceptanceModel:
         if key not in self._known_outcomes:
             if len(self._known_outcomes) >= _MAX_KNOWN:
                 self._known_outcomes.clear()
-            self._known_outcomes[key] = outcomes_of(row.topology, row.path_ranks, row.next_rank)
+            self._known_outcomes[key] = outcomes_of(
+                row.topology, row.path_ranks, row.next_rank, row.num_ranks
+            )
         return self._known_outcomes[key]
 
     def _cell(self, kind: RowKind) -> _Cell:

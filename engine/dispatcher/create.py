@@ -14,6 +14,7 @@ from engine.tree.search import Profile
 
 def create_dispatcher(
     config: SpeculationConfig,
+    static: StaticDispatcher,
     library: TreeLibrary,
     table: LatencyTable | None,
     profile: Profile,
@@ -26,7 +27,6 @@ def create_dispatcher(
 
     It knows every mode, so that a switch can reach "auto" from any.
     """
-    static = StaticDispatcher(config, library)
     if table is None or not library.max_depth:
         return static
     trees = [library.get(name) for name in table.names]

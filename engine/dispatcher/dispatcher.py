@@ -20,9 +20,7 @@ class Dispatcher(Protocol):
         """Learn from one collected step; steps arrive in order, one step late."""
 
     def reachable(self, max_rows: int) -> tuple[tuple[TreeTopology, range], ...]:
-        """Return which trees it may choose and for which numbers of rows, up to `max_rows`: what is worth
-        preparing.
-        """
+        """Return which trees it may choose for which numbers of rows: what is worth preparing."""
 
     def switch(self, mode: str) -> None:
         """Go on as if `SpeculationConfig.mode` were `mode`. Raises `ConfigError` for an unknown tree."""

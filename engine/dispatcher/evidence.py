@@ -29,14 +29,17 @@ class Outcome:
 
 
 def outcomes_of(
-    topology: TreeTopology, path_ranks: tuple[int, ...], next_rank: int | None
+    topology: TreeTopology,
+    path_ranks: tuple[int, ...],
+    next_rank: int | None,
+    num_ranks: int = NUM_RANKS,
 ) -> tuple[Outcome, ...]:
     """Return what one verified row says, from the root down.
 
     `path_ranks` are the ranks of its accepted drafts. The token after them was drawn at the last node of the
-    path: `next_rank` is its rank in the draft's distribution there, NUM_RANKS for none of the first ranks,
-    which says more than the tree was wide enough to try. None where there was no such distribution or nobody
-    looked; then the node only says that no child of it was right.
+    path: `next_rank` is its rank among the draft's best `num_ranks` there, `num_ranks` for none of them,
+    which says more than the tree was wide enough to try. None where nobody looked; then the node only says
+    that no child of it was right.
     """
     found = []
     node = 0
@@ -46,15 +49,16 @@ def outcomes_of(
     depth = min(len(path_ranks), NUM_DEPTHS - 1)
     num_children = min(len(topology.children[node]), NUM_RANKS)
     if next_rank is not None:
-        found.append(Outcome(depth, min(next_rank, NUM_RANKS), NUM_RANKS))
+        width = min(num_ranks, NUM_RANKS)
+        found.append(Outcome(depth, min(next_rank, width), width))
     elif num_children:
         found.append(Outcome(depth, num_children, num_children))
     return tuple(found)
 
 
-def row_key(row: RowStats) -> tuple[str, tuple[int, ...], int | None]:
+def row_key(row: RowStats) -> tuple[str, tuple[int, ...], int | None, int]:
     """Return what a row's outcomes follow from: rows of one key say the same."""
-    return row.topology.name, row.path_ranks, row.next_rank
+    return row.topology.name, row.path_ranks, row.next_rank, row.num_ranks
 
 
 class Counts:

@@ -1,7 +1,7 @@
 """The dispatcher that learns nothing: one tree, or a table by batch. What pays is left to the operator."""
 
 from engine.batch import Load, StepStats
-from engine.config import SpeculationConfig
+from engine.config import SpeculationConfig, TreeTable
 from engine.dispatch_stats import DispatchStats
 from engine.tree.library import TreeLibrary
 from engine.tree.topology import TreeTopology
@@ -13,15 +13,15 @@ class StaticDispatcher:
     A library of plain decoding alone (no draft is loaded) leaves "auto" no choice.
     """
 
-    def __init__(self, config: SpeculationConfig, library: TreeLibrary) -> None:
-        self._config, self._library = config, library
+    def __init__(self, config: SpeculationConfig, table: TreeTable, library: TreeLibrary) -> None:
+        self._rows, self._library = table, library
         self.switch(config.mode)
 
     def switch(self, mode: str) -> None:
         """Follow the table for "auto" and "table", else one tree."""
         follows_table = mode in ("auto", "table")
         self._otherwise = self._library.get("off" if follows_table else mode)
-        table = self._config.table if follows_table and self._library.max_depth else ()
+        table = self._rows if follows_table and self._library.max_depth else ()
         self._table = tuple((max_rows, self._library.get(name)) for max_rows, name in table)
         self._reason = "by the table" if follows_table else "set by the operator"
         self._chosen = self._otherwise

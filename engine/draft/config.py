@@ -6,19 +6,31 @@ Reading and writing its `config.json` is left to `config_file`, the tensors to `
 import json
 import sys
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from engine.errors import DraftMismatchError, ModelLoadError
 from engine.layers.decoder import LayerShape
 from engine.model.config import ModelConfig, RopeScaling
 
+HeadStyle = Literal["eagle3", "eagle1"]
+TapNorm = Literal["none", "joint", "each"]
+_FLAGS = (
+    *("is_feedback_normed", "is_residual_normed", "has_fc_bias", "has_own_embedding", "has_own_head"),
+    "has_first_pair",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """An EAGLE-3 style head of 1 to 3 decoder layers over `taps` of its target.
+    """A head of 1 to 3 decoder layers over `taps` of its target.
 
     A tap i < target layers is the residual stream *after* layer i; tap == target layers is the state after
     the final norm. The head drafts over `draft_vocab_size` tokens, `target_vocab_size` meaning all of them.
     `is_feedback_normed` says whether the feature fed to the next draft step is taken after the final norm.
+
+    What heads made elsewhere may have besides: `tap_norm` norms the taps before they are fused, as one or
+    each by itself; `is_residual_normed` starts the residual stream from the normed feature; embedding and
+    output rows of their own, and with both a `hidden_size` of their own; no pair at a text's first token.
     """
 
     num_layers: int
@@ -38,6 +50,13 @@ class DraftConfig:
     draft_vocab_size: int
     is_feedback_normed: bool
     base_model_digest: str | None = None
+    style: HeadStyle = "eagle3"
+    tap_norm: TapNorm = "none"
+    is_residual_normed: bool = False
+    has_fc_bias: bool = False
+    has_own_embedding: bool = False
+    has_own_head: bool = False
+    has_first_pair: bool = True
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -49,8 +68,9 @@ class DraftConfig:
             raise ModelLoadError(
                 f"draft taps must be integers of 0 to {self.target_num_layers}, found {quote(self.taps)}"
             )
-        if self.hidden_size != self.target_hidden_size:
-            # The head shares the target's embedding and output rows, so a width of its own has nothing to
+        self._check_style()
+        if self.hidden_size != self.target_hidden_size and not (self.has_own_embedding and self.has_own_head):
+            # A head that shares the target's embedding and output rows has nothing of another width to
             # multiply.
             raise ModelLoadError(
                 f"draft hidden_size {self.hidden_size} must equal target_hidden_size "
@@ -78,14 +98,34 @@ class DraftConfig:
                 "draft num_heads must be a multiple of num_kv_heads and head_dim even, found "
                 f"{self.num_heads}, {self.num_kv_heads} and {self.head_dim}"
             )
-        if not isinstance(self.is_feedback_normed, bool):
-            raise ModelLoadError(
-                f"draft is_feedback_normed must be true or false, found {quote(self.is_feedback_normed)}"
-            )
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ModelLoadError(
+                    f"draft {name} must be true or false, found {quote(getattr(self, name))}"
+                )
         if not isinstance(self.base_model_digest, str | None):
             raise ModelLoadError(
                 f"draft base_model_digest must be text or null, found {quote(self.base_model_digest)}"
             )
+
+    def _check_style(self) -> None:
+        """Refuse what a network of this style does not have."""
+        for name, value, known in (
+            ("style", self.style, get_args(HeadStyle)),
+            ("tap_norm", self.tap_norm, get_args(TapNorm)),
+        ):
+            if value not in known:
+                raise ModelLoadError(f"draft {name} must be one of {', '.join(known)}, found {quote(value)}")
+        is_plain = self.tap_norm == "none" and not (
+            self.is_feedback_normed or self.is_residual_normed or self.has_own_embedding or self.has_own_head
+        )
+        if self.style == "eagle1" and not (is_plain and self.taps == (self.target_num_layers,)):
+            raise ModelLoadError(
+                f"a draft of style eagle1 reads the target's last state, taps [{self.target_num_layers}], "
+                "and has neither norms around its layers nor rows of its own"
+            )
+        if self.style == "eagle3" and self.has_fc_bias:
+            raise ModelLoadError("a draft of style eagle3 has no bias in its fusion")
 
     @property
     def feature_size(self) -> int:
@@ -93,7 +133,7 @@ class DraftConfig:
         return len(self.taps) * self.target_hidden_size
 
     def layer_shape(self, layer_idx: int) -> LayerShape:
-        """Return the sizes of one layer; the first reads the token and the feature side by side."""
+        """Return the sizes of one layer; in EAGLE-3 the first reads token and feature side by side."""
         return LayerShape(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -101,7 +141,7 @@ class DraftConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rms_norm_eps=self.rms_norm_eps,
-            input_size=self.hidden_size * (2 if layer_idx == 0 else 1),
+            input_size=self.hidden_size * (2 if layer_idx == 0 and self.style == "eagle3" else 1),
         )
 
     def check_target(self, target: ModelConfig, base_model_digest: str | None) -> None:

@@ -13,6 +13,12 @@ from engine.errors import ModelLoadError
 from engine.model.config import RopeScaling
 from engine.weights.json_object import read_json_object
 
+# Keys that configs written before them lack; their defaults are what such a head is.
+_OPTIONAL = (
+    *("base_model_digest", "style", "tap_norm", "is_residual_normed", "has_fc_bias", "has_own_embedding"),
+    *("has_own_head", "has_first_pair"),
+)
+
 
 def save_config(config: DraftConfig, path: Path) -> None:
     """Write the config as JSON."""
@@ -25,7 +31,7 @@ def load_config(path: Path) -> DraftConfig:
     """
     raw = read_json_object(path)
     try:
-        _check_keys(raw, DraftConfig, "draft", optional=("base_model_digest",))
+        _check_keys(raw, DraftConfig, "draft", optional=_OPTIONAL)
         taps, scaling = raw.pop("taps"), raw.pop("rope_scaling")
         if not isinstance(taps, list):
             raise ModelLoadError(f"draft taps must be a list of integers, found {quote(taps)}")

@@ -3,41 +3,21 @@
 What the rows are and when to draft is left to the runner; judging the drafts to `sampling/verify`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout, PrefillLayout
-from engine.batch import NUM_RANKS
-from engine.config import DraftMode
-from engine.draft.head import DraftHead
-from engine.kvcache.kv_pool import KVPool, slots_of
+from engine.draft.network import DraftNetwork
+from engine.draft.ops import AlignWindow, DraftOps, TorchDraftOps, place_children
+from engine.draft.pairs import HeadInput
+from engine.kvcache.kv_pool import KVPool
+from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
-from engine.sampling.sampler import best_children, sample_children
+from engine.sampling.sampler import sample_children
 from engine.speculation import DraftOutput, TreeTensors
-
-
-@dataclass(frozen=True, slots=True)
-class AlignWindow:
-    """A consecutive positions of each row, of which the pending ones lack draft K/V; before them it is
-    cached.
-
-    positions: [B, A] int64, ending at the root where a tree is drafted; is_pending: [B, A] bool, True at the
-    last. token_ids: [B, A] int64; features: [B, A, F], the target's taps of the position before. The cached
-    window is [prefix_start, prefix_end), both [B] int64, where prefix_end is the first pending position.
-    block_tables: [B, P] int64 reach past the root.
-    """
-
-    positions: Tensor
-    is_pending: Tensor
-    token_ids: Tensor
-    features: Tensor
-    prefix_start: Tensor
-    prefix_end: Tensor
-    block_tables: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +49,8 @@ class TreeDrafter(Protocol):
     def fill(self, pairs: PromptPairs) -> None:
         """Take note of stretches of prompts."""
 
-    def draft(
-        self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
-    ) -> DraftOutput:
-        """Fill the tree of each row."""
+    def draft(self, window: AlignWindow, tree: TreeTensors, noise: DraftNoise, draft: DraftOutput) -> None:
+        """Fill in the tree of each row: `draft` holds the root, and -1 at every other node."""
 
 
 class Drafter:
@@ -83,15 +61,26 @@ class Drafter:
     feature.
     """
 
-    def __init__(self, head: DraftHead, pool: KVPool, backend: AttentionBackend, block_size: int) -> None:
+    def __init__(
+        self,
+        head: DraftNetwork,
+        pool: KVPool,
+        backend: AttentionBackend,
+        block_size: int,
+        ops: DraftOps | None = None,
+    ) -> None:
         self.head = head
         self.pool = pool
         self.backend = backend
         self.block_size = block_size
+        self._ops = ops or TorchDraftOps()
 
     def fill(self, pairs: PromptPairs) -> None:
         """Cache the K/V of `pairs`."""
-        attend_chunks = self.backend.bind_prefill(pairs.layout, self.block_size)
+        layout = pairs.layout
+        if not self.head.config.has_first_pair:
+            layout = replace(layout, window_starts=layout.window_starts.clamp(min=1))
+        attend_chunks = self.backend.bind_prefill(layout, self.block_size)
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
             q = self.head.ops.rope_store(qkv, angles, *self.pool.rows(layer_idx), pairs.slots)
@@ -99,174 +88,119 @@ class Drafter:
 
         self.head(pairs.token_ids, self.head.fuse(pairs.features), pairs.positions, attend)
 
-    def draft(
-        self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
-    ) -> DraftOutput:
-        """Fill the tree of each row: `mode` "greedy" takes the best children, "sampled" draws without
-        replacement.
+    def draft(self, window: AlignWindow, tree: TreeTensors, noise: DraftNoise, draft: DraftOutput) -> None:
+        """Fill in the tree of each row: the best children of every node or, where `draft` has room for
+        probabilities, children drawn without replacement.
         """
-        feature, hidden = self._align(window)
-        expansion = _Expansion(self, window, tree, mode, noise, vocab_size)
-        root = torch.zeros_like(window.positions[:, -1:])
-        expansion.set_children(root, feature[:, -1:], hidden[:, -1:], 0)
-        for depth, nodes in enumerate(tree.level_nodes, start=1):
-            expansion.take(nodes)
-            if depth < tree.depth:
-                expansion.run(nodes, depth)
-        return expansion.output()
+        window = self._drop_first_pair(window)
+        feature, hidden, end = self._align(window)
+        self._choose(tree, 0, hidden, noise, end, draft)
+        scratch = self.pool.scratch(tree.columns.numel())
+        for depth in range(1, tree.depth):
+            level = tree.level(depth)
+            # The columns of deeper levels are not written yet, nor seen.
+            layout = AttentionLayout(
+                block_tables=window.block_tables,
+                prefix_start=window.prefix_start[:, None].expand(-1, tree.widths[depth - 1]),
+                prefix_end=end[:, None].expand(-1, tree.widths[depth - 1]),
+                suffix_mask=tree.column_mask[:, level, : level.stop],
+            )
+            opened = self._ops.open_level(self.head, tree, depth, feature, end, draft)
+            feature, hidden = self._run(opened.pairs, layout, scratch, opened.rows)
+            self._choose(tree, depth, hidden, noise, end, draft)
 
-    def _align(self, window: AlignWindow) -> tuple[Tensor, Tensor]:
-        """Run the window's pairs and store the pending ones; return (feature [B, A, H], hidden [B, A, H])."""
+    def _drop_first_pair(self, window: AlignWindow) -> AlignWindow:
+        """Hide position 0 from a head that was trained without a pair there."""
+        if self.head.config.has_first_pair:
+            return window
+        start = window.prefix_start.clamp(min=1)
+        return replace(
+            window,
+            is_pending=window.is_pending & (window.positions > 0),
+            prefix_start=start,
+            prefix_end=torch.maximum(window.prefix_end, start),
+        )
+
+    def _align(self, window: AlignWindow) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the window's pairs and store the pending ones; return feature and hidden of the last, both
+        [B, 1, H], and the position after it, [B].
+        """
         num_rows, width = window.positions.shape
-        earlier = torch.ones(width, width, dtype=torch.bool, device=window.positions.device).tril()
-        itself = torch.eye(width, dtype=torch.bool, device=window.positions.device)
+        fused = self.head.fuse(window.features.flatten(0, 1))
+        opened = self._ops.open_window(self.head, window, fused, self.block_size)
         layout = AttentionLayout(
             block_tables=window.block_tables,
             prefix_start=window.prefix_start[:, None].expand(num_rows, width),
             prefix_end=window.prefix_end[:, None].expand(num_rows, width),
-            suffix_mask=(earlier & window.is_pending[:, None, :]) | itself,
+            suffix_mask=opened.suffix_mask,
         )
+        scratch = self.pool.scratch(num_rows * width)
+        feature, hidden = self._run(opened.pairs, layout, scratch, None)
+        self.pool.commit(opened.slots, scratch)
+        return feature[:, -1:], hidden[:, -1:], opened.end
+
+    def _run(
+        self, pairs: HeadInput, layout: AttentionLayout, scratch: TreeScratch, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run B * W pairs whose K/V go to `rows` of the scratch (None: in order); return feature and hidden,
+        both [B, W, H].
+        """
+        num_rows, width, num_keys = layout.suffix_mask.shape
         attend_pages = self.backend.bind(layout, self.block_size)
-        slots = slots_of(window.block_tables, window.positions, window.is_pending, self.block_size).flatten()
-        scratch, ops = self.pool.scratch(num_rows * width), self.head.ops
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q = ops.rope_store(qkv, angles, scratch.k[layer_idx], scratch.v[layer_idx])
+            q = self.head.ops.rope_store(qkv, angles, scratch.k[layer_idx], scratch.v[layer_idx], rows)
             pages = self.pool.k[layer_idx], self.pool.v[layer_idx]
-            suffix = scratch.layer(layer_idx, num_rows)
-            return attend_pages(q.view(num_rows, width, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
+            k, v = scratch.layer(layer_idx, num_rows)
+            q = q.view(num_rows, width, *q.shape[1:])
+            return attend_pages(q, k[:, :num_keys], v[:, :num_keys], *pages).flatten(0, 1)
 
-        fused = self.head.fuse(window.features.flatten(0, 1))
-        positions = window.positions.clamp(min=0).flatten()
-        feature, hidden = self.head(window.token_ids.flatten(), fused, positions, attend)
-        self.pool.commit(slots, scratch, torch.arange(num_rows * width, device=slots.device))
+        feature, hidden = self.head.run(pairs, attend)
         return feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1)
 
-
-class _Expansion:
-    """One tree per row while it grows. Tables have N + 1 columns: padding nodes are column N, which nobody
-    reads.
-    """
-
-    def __init__(
+    def _choose(
         self,
-        drafter: Drafter,
-        window: AlignWindow,
         tree: TreeTensors,
-        mode: DraftMode,
+        depth: int,
+        hidden: Tensor,
         noise: DraftNoise,
-        vocab_size: int,
+        end: Tensor,
+        draft: DraftOutput,
     ) -> None:
-        self._drafter = drafter
-        self._window = window
-        self._tree = tree
-        self._noise = noise
-        num_rows, num_nodes = tree.parents.shape
-        device = tree.parents.device
-        self._rows = torch.arange(num_rows, device=device)[:, None]
-        self._parents = _pad_column(tree.parents)
-        self._ranks = _pad_column(tree.ranks)
-        self._mask = _suffix_mask(tree)
-        self._scratch = drafter.pool.scratch(num_rows * (num_nodes + 1)).zero_()
-        self._tokens = torch.full((num_rows, num_nodes + 1), -1, dtype=torch.int64, device=device)
-        self._tokens[:, 0] = window.token_ids[:, -1]
-        # Drafted greedily, more ranks than the tree has children cost nothing, and tell what wider trees
-        # would bring.
-        num_ranks = tree.max_rank + 1 if mode == "sampled" else max(tree.max_rank + 1, NUM_RANKS)
-        num_ranks = min(num_ranks, drafter.head.target_ids.shape[0])
-        self._children = torch.full(
-            (num_rows, num_nodes + 1, num_ranks), -1, dtype=torch.int64, device=device
-        )
-        hidden_size, dtype = drafter.head.config.hidden_size, drafter.head.embed_rows.dtype
-        self._features = torch.zeros(num_rows, num_nodes + 1, hidden_size, dtype=dtype, device=device)
-        self._probs: Tensor | None = None
-        if mode == "sampled":
-            self._probs = torch.zeros(num_rows, num_nodes + 1, vocab_size, device=device)
-
-    def set_children(self, nodes: Tensor, feature: Tensor, hidden: Tensor, depth: int) -> None:
-        """Choose the children of nodes [B, W] at `depth` from the head's output [B, W, H]."""
-        head, count = self._drafter.head, self._children.shape[2]
+        """Choose the children of the nodes at `depth` from the head's output [B, W, H]."""
         # Flat, since a batched product of strided rows copies the weight.
-        logits = head.logits(hidden.flatten(0, 1))
-        if self._probs is None:
-            draft_ids = best_children(logits, count).view(*nodes.shape, -1)
+        logits = self.head.logits(hidden.flatten(0, 1))
+        if draft.probs is None:
+            self._ops.choose(self.head, tree, depth, logits, draft)
         else:
-            draft_ids = self._sample(nodes, logits.float().view(*nodes.shape, -1), depth)
-        self._children[self._rows, nodes] = head.target_ids[draft_ids]
-        self._features[self._rows, nodes] = feature
+            self._sample(tree, depth, logits, noise, end, draft, draft.probs)
 
-    def take(self, nodes: Tensor) -> None:
-        """Set the tokens of nodes [B, W] from what their parents chose."""
-        parents, ranks = self._parents.gather(1, nodes), self._ranks.gather(1, nodes)
-        self._tokens.scatter_(1, nodes, self._children[self._rows, parents, ranks])
-
-    def run(self, nodes: Tensor, depth: int) -> None:
-        """Run the head on nodes [B, W] of one level and choose their children."""
-        window, drafter = self._window, self._drafter
-        num_rows, width = nodes.shape
-        root_position = window.positions[:, -1:]
-        layout = AttentionLayout(
-            block_tables=window.block_tables,
-            prefix_start=window.prefix_start[:, None].expand(num_rows, width),
-            prefix_end=(root_position + 1).expand(num_rows, width),
-            suffix_mask=self._mask[self._rows, nodes],
-        )
-        attend_pages = drafter.backend.bind(layout, drafter.block_size)
-        scratch_rows = (self._rows * self._mask.shape[2] + nodes).flatten()
-
-        def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            k, v = self._scratch.k[layer_idx], self._scratch.v[layer_idx]
-            q = drafter.head.ops.rope_store(qkv, angles, k, v, scratch_rows)
-            pages = drafter.pool.k[layer_idx], drafter.pool.v[layer_idx]
-            suffix = self._scratch.layer(layer_idx, num_rows)
-            return attend_pages(q.view(num_rows, width, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
-
-        features = self._features[self._rows, self._parents.gather(1, nodes)].flatten(0, 1)
-        token_ids = self._tokens.gather(1, nodes).flatten()
-        positions = (root_position + depth).expand(num_rows, width).flatten()
-        feature, hidden = drafter.head(token_ids, features, positions, attend)
-        self.set_children(nodes, feature.view(num_rows, width, -1), hidden.view(num_rows, width, -1), depth)
-
-    def output(self) -> DraftOutput:
-        """Return the finished trees, padding column dropped."""
-        num_nodes = self._tree.num_nodes
-        if self._probs is not None:
-            return DraftOutput(self._tokens[:, :num_nodes], self._probs[:, :num_nodes])
-        children = self._children[:, :num_nodes, :NUM_RANKS]
-        children = F.pad(children, (0, NUM_RANKS - children.shape[2]), value=-1)
-        return DraftOutput(self._tokens[:, :num_nodes], children=children)
-
-    def _sample(self, nodes: Tensor, logits: Tensor, depth: int) -> Tensor:
-        """Draw children without replacement from q = softmax(logits / T) and keep q; return draft ids [B, W,
-        K].
-        """
-        assert self._probs is not None
-        temperature = self._noise.temperature.clamp(min=1e-2)[:, None, None]
-        log_q = (logits / temperature).log_softmax(-1)
+    def _sample(
+        self,
+        tree: TreeTensors,
+        depth: int,
+        logits: Tensor,
+        noise: DraftNoise,
+        end: Tensor,
+        draft: DraftOutput,
+        probs: Tensor,
+    ) -> None:
+        """Draw children without replacement from q = softmax(logits / T), logits [B * W, V], and keep q."""
+        assert draft.children is not None
+        nodes = tree.level_nodes(depth)
         width = nodes.shape[1]
+        temperature = noise.temperature.clamp(min=1e-2).repeat_interleave(width)
+        log_q = (logits.float() / temperature[:, None]).log_softmax(-1)
         # Nodes of one depth share their noise: only one of them can be on the accepted path.
         draft_ids = sample_children(
-            log_q.flatten(0, 1),
-            self._children.shape[2],
-            self._noise.seed.repeat_interleave(width),
-            (self._window.positions[:, -1] + depth + 1).repeat_interleave(width),
-        ).view(*nodes.shape, -1)
-        full = torch.zeros(*nodes.shape, self._probs.shape[2], device=logits.device)
-        full[..., self._drafter.head.target_ids] = log_q.exp()
-        self._probs[self._rows, nodes] = full
-        return draft_ids
-
-
-def _pad_column(table: Tensor) -> Tensor:
-    """Return table [B, N] with a zero column for padding nodes."""
-    return F.pad(table, (0, 1))
-
-
-def _suffix_mask(tree: TreeTensors) -> Tensor:
-    """Return [B, N + 1, N + 1] bool over the scratch: ancestors but the root, which is in the pages
-    already.
-    """
-    mask = F.pad(tree.ancestor_mask(), (0, 1, 0, 1))
-    mask[:, :, 0].fill_(False)
-    mask[:, -1, -1].fill_(True)
-    return mask
+            log_q,
+            draft.children.shape[2],
+            noise.seed.repeat_interleave(width),
+            (end + depth).repeat_interleave(width),
+        )
+        place_children(tree, depth, self.head.target_ids[draft_ids], draft)
+        full = torch.zeros(*nodes.shape, probs.shape[2], device=probs.device)
+        full[..., self.head.target_ids] = log_q.exp().view(*nodes.shape, -1)
+        row, is_node = torch.arange(len(nodes), device=nodes.device)[:, None], nodes < tree.num_nodes
+        # Padding writes what the root holds to the root.
+        probs[row, torch.where(is_node, nodes, 0)] = torch.where(is_node[..., None], full, probs[:, :1])

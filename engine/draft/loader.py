@@ -4,6 +4,7 @@ What the tensors mean is left to `head`; whether they fit a target to `DraftConf
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from engine.draft.config import DraftConfig
 from engine.draft.config_file import load_config, save_config
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork, create_network
+from engine.draft.quantize import DequantizedSource
 from engine.errors import DraftMismatchError, ModelLoadError
 from engine.weights.digest import file_digest
 from engine.weights.json_object import read_json_object
@@ -35,13 +37,19 @@ class LoadedDraft:
     digest: str
     trees: Path | None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the weights are stored in."""
+        return SafetensorsFile(self.folder / WEIGHTS).entries["fc.weight"].dtype
+
     def build(
         self, embedding: Tensor, head: Tensor, num_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> DraftHead:
+    ) -> DraftNetwork:
         """Return the network on `device`, bound to the target's embedding and output head, both [V, H]."""
-        network = DraftHead(self.config, num_positions=num_positions, dtype=dtype).to(device)
-        load_into(network, SafetensorsFile(self.folder / WEIGHTS), identity_mapping(network.state_dict()))
-        _check_vocabulary(network.target_ids, self.config.target_vocab_size)
+        network = create_network(self.config, num_positions=num_positions, dtype=dtype).to(device)
+        source = DequantizedSource(SafetensorsFile(self.folder / WEIGHTS))
+        load_into(network, source, identity_mapping(network.state_dict()))
+        check_vocabulary(network.target_ids, self.config.target_vocab_size)
         network.requires_grad_(False)
         network.bind(embedding, head)
         return network.eval()
@@ -65,21 +73,36 @@ def load_draft(folder: Path) -> LoadedDraft:
     return LoadedDraft(folder, load_config(folder / CONFIG), files[WEIGHTS], trees)
 
 
-def save_draft(head: DraftHead, folder: Path, manifest: dict[str, object], trees: str | None = None) -> None:
-    """Write a draft folder: bfloat16 weights, config, the JSON text of its trees, and a manifest with
+def save_draft(
+    head: DraftNetwork,
+    folder: Path,
+    manifest: dict[str, object],
+    trees: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a draft folder: weights in `dtype`, config, the JSON text of its trees, and a manifest with
     digests.
 
     `manifest` says where the head comes from; `files` is added to it. The manifest is written last, so a
     folder that has one is whole.
     """
+    state = head.state_dict().items()
+    tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state}
+    write_draft(head.config, tensors, folder, manifest, trees)
+
+
+def write_draft(
+    config: DraftConfig,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    manifest: dict[str, object],
+    trees: str | None,
+) -> None:
+    """Write a draft folder of `tensors` as they are; see `save_draft`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
-    save_config(head.config, folder / CONFIG)
-    state = head.state_dict().items()
-    write_safetensors(
-        folder / WEIGHTS,
-        {name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in state},
-    )
+    save_config(config, folder / CONFIG)
+    write_safetensors(folder / WEIGHTS, tensors)
     names = [CONFIG, WEIGHTS]
     if trees is not None:
         (folder / TREES).write_text(trees, encoding="utf-8")
@@ -89,7 +112,7 @@ def save_draft(head: DraftHead, folder: Path, manifest: dict[str, object], trees
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def _check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
+def check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
     """Refuse a vocabulary map that leaves the target's ids or names one twice."""
     if int(target_ids.min()) < 0 or int(target_ids.max()) >= vocab_size:
         raise DraftMismatchError(

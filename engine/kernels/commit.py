@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def commit_rows(
-    k_scratch: Tensor, v_scratch: Tensor, src: Tensor, k_pages: Tensor, v_pages: Tensor, dest: Tensor
+    k_scratch: Tensor, v_scratch: Tensor, src: Tensor | None, k_pages: Tensor, v_pages: Tensor, dest: Tensor
 ) -> None:
-    """Copy row src[r] of k_scratch, v_scratch [L, M, Hkv, D] to slot dest[r] of k_pages, v_pages
-    [L, S, Hkv, D], for every layer; src, dest: [R] int64. Slot 0, of the dummy block, is left alone.
+    """Copy row src[r] (None: row r) of k_scratch, v_scratch [L, M, Hkv, D] to slot dest[r] of k_pages,
+    v_pages [L, S, Hkv, D], for every layer; src, dest: [R] int64. Slot 0, of the dummy block, is left alone.
     """
     num_layers, _, num_kv_heads, head_dim = k_pages.shape
     size = num_kv_heads * head_dim
@@ -21,7 +21,7 @@ def commit_rows(
     assert k_scratch.stride(0) == v_scratch.stride(0), (k_scratch.stride(), v_scratch.stride())
     assert k_pages.stride(0) == v_pages.stride(0), (k_pages.stride(), v_pages.stride())
     block = triton.next_power_of_2(size)
-    _commit_rows_kernel[(src.shape[0], num_layers)](
+    _commit_rows_kernel[(dest.shape[0], num_layers)](
         k_scratch,
         v_scratch,
         src,
@@ -51,7 +51,10 @@ def _commit_rows_kernel(
 ):
     row, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(dest_ptr + row)
-    source = layer * scratch_stride + tl.load(src_ptr + row) * size
+    source_row = row.to(tl.int64)
+    if src_ptr is not None:
+        source_row = tl.load(src_ptr + row)
+    source = layer * scratch_stride + source_row * size
     target = layer * pages_stride + slot * size
     column = tl.arange(0, BLOCK)
     mask = (column < size) & (slot != 0)

@@ -16,6 +16,7 @@ from engine.kernels.draw_row import (
     PEAK,
     Column,
     DrawRows,
+    chunk_of_program,
     load_logits,
     locate_row,
     value_at,
@@ -40,7 +41,6 @@ def draw_rows(
     rows: DrawRows,
     noise: NoiseArguments,
     path: WalkArguments,
-    path_sizes: dict[str, int],
     *,
     stream: int,
     is_sampled: bool,
@@ -52,9 +52,9 @@ def draw_rows(
         STREAM=stream,
         IS_SAMPLED=is_sampled,
         IS_TRUNCATED=is_truncated,
-        CHUNK=rows.chunk,
         BLOCK=_BLOCK,
-        **path_sizes,
+        # Noise is arithmetic: one Philox call a thread. Without it, a thread reads 16 bytes.
+        num_warps=8 if is_sampled else 4,
         **rows.options,
     )
 
@@ -68,11 +68,7 @@ def _draw_kernel(
     STREAM: tl.constexpr,
     IS_SAMPLED: tl.constexpr,
     IS_TRUNCATED: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     EVERY: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -80,19 +76,23 @@ def _draw_kernel(
     """Draw from a chunk of a row; without truncation, the last program of a batch row walks on."""
     batch_row, node, is_drawn, logits, state = locate_row(rows, EVERY, OVERLAP)
     if is_drawn:
-        temperature = value_at(noise.temperature, batch_row)
-        if IS_SAMPLED & (temperature > 0):
-            position = position_of_draw(batch_row, node, noise, rows, path)
-            row_ties = tie_counts + tl.program_id(0).to(tl.int64) * tl.num_programs(1) * NUM_BINS
-            best = _best_of_noised(
-                *(logits, rows, state, row_ties, temperature, position, value_at(noise.seed, batch_row)),
-                *(STREAM, IS_TRUNCATED, KEY_SHIFT, CHUNK, BLOCK),
-            )
-        else:
-            best = _best_of_plain(logits, rows, CHUNK, BLOCK)
+        best = tl.full([], 0, tl.int64)
+        is_noised = False
+        if IS_SAMPLED:
+            temperature = value_at(noise.temperature, batch_row)
+            is_noised = temperature > 0
+            if is_noised:
+                position = position_of_draw(batch_row, node, noise, rows, path)
+                row_ties = tie_counts + tl.program_id(0).to(tl.int64) * tl.num_programs(1) * NUM_BINS
+                best = _best_of_noised(
+                    *(logits, rows, state, row_ties, temperature, position),
+                    *(value_at(noise.seed, batch_row), STREAM, IS_TRUNCATED, KEY_SHIFT, BLOCK),
+                )
+        if not is_noised:
+            best = _best_of_plain(logits, rows, BLOCK)
         tl.atomic_max(state + BEST, best, sem="relaxed")
     if not IS_TRUNCATED:
-        walk_if_last(is_drawn, batch_row, rows, path, DEPTH, EVERY, BLOCK_N, BLOCK_D)
+        walk_if_last(is_drawn, batch_row, rows, path, EVERY)
 
 
 @triton.jit
@@ -103,13 +103,15 @@ def position_of_draw(batch_row, node, noise, rows, path) -> tl.tensor:
 
 
 @triton.jit
-def _best_of_plain(logits, rows, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _best_of_plain(logits, rows, BLOCK: tl.constexpr):
     """Return the packed argmax of this program's logits."""
     best = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, CHUNK, BLOCK):
-        token_id = tl.program_id(1) * CHUNK + start + tl.arange(0, BLOCK)
+    start, end = chunk_of_program(rows)
+    while start < end:
+        token_id = start + tl.arange(0, BLOCK)
         packed = pack_key_and_id(ordered_key(load_logits(logits, rows, token_id)), token_id)
         best = tl.maximum(best, tl.where(token_id < rows.vocab_size, packed, 0))
+        start += BLOCK
     return tl.max(best, 0)
 
 
@@ -125,23 +127,22 @@ def _best_of_noised(
     STREAM: tl.constexpr,
     IS_TRUNCATED: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return the packed argmax of logit + temperature * noise over those of this program's tokens that top-k
     keeps.
     """
-    split = tl.program_id(1)
     floor, num_ties = tl.load(state + FLOOR).to(tl.uint32), tl.load(state + NUM_TIES)
     num_seen = num_ties * 0
     if IS_TRUNCATED & (num_ties > 0):
-        num_seen += count_ties_before(row_ties, split, floor)
+        num_seen += count_ties_before(row_ties, tl.program_id(1), floor)
     # What other programs have drawn so far: never above the final best.
     lead = key_of_packed(tl.load(state + BEST, cache_modifier=".cg"))
     best = tl.zeros([BLOCK // 4], tl.int64)
     peak = tl.zeros([BLOCK // 4], tl.uint32)
-    for start in range(0, CHUNK, BLOCK):
-        call_idx, token_id = four_a_call(split * CHUNK + start, BLOCK)
+    start, end = chunk_of_program(rows)
+    while start < end:
+        call_idx, token_id = four_a_call(start, BLOCK)
         x = load_logits(logits, rows, token_id)
         is_kept = token_id < rows.vocab_size
         if IS_TRUNCATED:
@@ -152,6 +153,7 @@ def _best_of_noised(
             best, lead = draw_tile(
                 best, lead, x, is_kept, call_idx, token_id, temperature, position, seed, STREAM
             )
+        start += BLOCK
     if IS_TRUNCATED:
         tl.atomic_max(state + PEAK, tl.max(peak, 0).to(tl.int64), sem="relaxed")
     return tl.max(best, 0)

@@ -59,6 +59,7 @@ class RowArguments(NamedTuple):
     is_node: Tensor
     num_nodes: int
     vocab_size: int
+    chunk: int
     row_stride: int
     node_stride: int
     token_stride: int
@@ -125,7 +126,7 @@ class DrawRows:
         row_stride, *node_stride, token_stride = self.logits.stride()
         return RowArguments(
             *(self.logits, self.state, self.is_node.view(torch.uint8)),
-            *(self.is_node.shape[1], self.logits.shape[-1]),
+            *(self.is_node.shape[1], self.logits.shape[-1], self.chunk),
             *(row_stride, *(node_stride or (0,)), token_stride),
         )
 
@@ -168,6 +169,13 @@ def load_logits(logits, rows, token_id) -> tl.tensor:
     """Return logits as float32, -inf beyond the vocabulary."""
     offset = token_id.to(tl.int64) * rows.token_stride
     return tl.load(logits + offset, token_id < rows.vocab_size, -float("inf")).to(tl.float32)
+
+
+@triton.jit
+def chunk_of_program(rows) -> tl.tuple:
+    """Return the first token of this program's chunk, and the end of the chunk."""
+    start = tl.program_id(1) * rows.chunk
+    return start, tl.minimum(start + rows.chunk, rows.vocab_size)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, overlap: bool = False) ->
         eps,
         BLOCK=block,
         OVERLAP=overlap,
-        num_warps=_num_warps(block),
+        num_warps=warps_of_row(block),
         launch_pdl=overlap,
     )
     return out
@@ -52,7 +52,7 @@ def add_rms_norm(
         eps,
         BLOCK=block,
         OVERLAP=overlap,
-        num_warps=_num_warps(block),
+        num_warps=warps_of_row(block),
         launch_pdl=overlap,
     )
     return normed, total
@@ -77,7 +77,7 @@ def rms_norm_pair(
         eps,
         BLOCK=block,
         OVERLAP=overlap,
-        num_warps=_num_warps(block),
+        num_warps=warps_of_row(block),
         launch_pdl=overlap,
     )
     return out
@@ -88,13 +88,13 @@ def _rows(x: Tensor) -> Tensor:
     return x
 
 
-def _num_warps(block: int) -> int:
+def warps_of_row(block: int) -> int:
     """Return the warps that keep a row in few registers: 16 elements a lane, where the chip has so many."""
     return min(max(block // 512, 4), 16)
 
 
 @triton.jit
-def _scaled(x, weight, size, eps):
+def scaled(x, weight, size, eps) -> tl.tensor:
     """Return the norm of x [BLOCK] float32, zero beyond `size`."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
 
@@ -108,7 +108,7 @@ def _norm_row(x_ptr, weight_ptr, out_ptr, size, eps, BLOCK: tl.constexpr, OVERLA
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-    normed = _scaled(x, weight, size, eps)
+    normed = scaled(x, weight, size, eps)
     tl.store(out_ptr + column, normed.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
@@ -167,5 +167,5 @@ def _add_rms_norm_kernel(
     residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_column, other=0.0)
     total = (residual.to(tl.float32) + delta).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + row * size + column, total, mask=is_column)
-    normed = _scaled(total.to(tl.float32), weight, size, eps)
+    normed = scaled(total.to(tl.float32), weight, size, eps)
     tl.store(normed_ptr + row * size + column, normed.to(normed_ptr.dtype.element_ty), mask=is_column)

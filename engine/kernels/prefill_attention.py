@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.attention_tiles import LOG2_E, LOWEST, attend_tiles, finish
+from engine.kernels.attention_tiles import LOG2_E, attend_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,8 @@ def _prefill_kernel(
         scale *= tl.load(k_scale + head)
     if v_scale is not None:
         value_scale = tl.load(v_scale + head)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     stop = start + tl.minimum((first + BLOCK_M - 1) // GROUP_SIZE + 1, num_tokens)
-    state = attend_tiles(
-        (acc, top, total),
+    result, _ = attend_tiles(
         q,
         k_pages + tl.cast(head, tl.int64) * page_head,
         v_pages + tl.cast(head, tl.int64) * page_head,
@@ -164,10 +160,9 @@ def _prefill_kernel(
         None,
         BLOCK_SIZE,
         BLOCK_N,
-        1,
         STAGES,
     )
-    result, _ = finish(state, value_scale)
+    result *= value_scale
     cells = (begin + token) * NUM_HEADS + query_head
     tl.store(
         out + cells[:, None] * HEAD_DIM + dim[None, :],

@@ -12,7 +12,7 @@ from engine.kernels.draw import NoiseArguments, draw_rows
 from engine.kernels.draw_row import NODE, DrawRows, column
 from engine.kernels.sift import sift_rows
 from engine.kernels.top_k_floor import find_floors
-from engine.kernels.walk import WalkArguments, path_sizes
+from engine.kernels.walk import WalkArguments
 from engine.speculation import DraftOutput, SamplingTensors, TreeTensors, Verification
 
 # Returns the warped logits [B, V] float32 of a level, truncation left out, of: the nodes [B]; the tokens [B]
@@ -58,7 +58,7 @@ def verify_drafts(
         if warp_level is not None:
             token = answer.token_ids[:, level - 1] if level else None
             rows = rows.reading(warp_level(rows.state[:, NODE.value], token, level))
-        _verify_rows(rows, sampling, root_positions, path, path_sizes(tree), stream)
+        _verify_rows(rows, sampling, root_positions, path, stream)
     return answer
 
 
@@ -67,7 +67,6 @@ def _verify_rows(
     sampling: SamplingTensors,
     root_positions: Tensor,
     path: WalkArguments,
-    sizes: dict[str, int],
     stream: int,
 ) -> None:
     """Draw a token in every row and walk on: through the whole tree, or to the next level."""
@@ -76,9 +75,9 @@ def _verify_rows(
     flags = {"is_sampled": sampling.is_sampled, "is_truncated": sampling.is_truncated}
     if sampling.is_truncated:
         find_floors(rows, temperature, column(sampling.top_k))
-    draw_rows(rows, noise, path, sizes, stream=stream, **flags)
+    draw_rows(rows, noise, path, stream=stream, **flags)
     if sampling.is_truncated:
-        sift_rows(rows, noise, column(sampling.top_p), column(sampling.min_p), path, sizes, stream=stream)
+        sift_rows(rows, noise, column(sampling.top_p), column(sampling.min_p), path, stream=stream)
 
 
 def _saves_time_at_every_node(logits: Tensor, tree: TreeTensors, sampling: SamplingTensors) -> bool:

@@ -22,6 +22,7 @@ from engine.kernels.draw_row import (
     TOTAL,
     Column,
     DrawRows,
+    chunk_of_program,
     is_last_program,
     load_logits,
     locate_row,
@@ -45,7 +46,6 @@ def sift_rows(
     top_p: Column,
     min_p: Column,
     path: WalkArguments,
-    path_sizes: dict[str, int],
     *,
     stream: int,
 ) -> None:
@@ -55,14 +55,12 @@ def sift_rows(
     """
     arguments = (rows.arguments, noise, top_p, min_p, path)
     for _ in range(_NUM_SPLIT_SIFTS):
-        _split_kernel[rows.grid](*arguments, STREAM=stream, LENGTH=rows.chunk, BLOCK=_BLOCK, **rows.options)
+        _split_kernel[rows.grid](*arguments, STREAM=stream, BLOCK=_BLOCK, num_warps=8, **rows.options)
     _rest_kernel[rows.grid[:1]](
         *arguments,
         STREAM=stream,
-        LENGTH=triton.cdiv(rows.logits.shape[-1], _REST_BLOCK) * _REST_BLOCK,
         BLOCK=_REST_BLOCK,
         num_warps=_REST_WARPS,
-        **path_sizes,
         **rows.options,
     )
 
@@ -75,22 +73,21 @@ def _split_kernel(
     min_p_column,
     path,
     STREAM: tl.constexpr,
-    LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EVERY: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sift once, each row split over programs of LENGTH tokens."""
+    """Sift once, each row split over its programs."""
     batch_row, node, is_drawn, logits, state = locate_row(rows, EVERY, OVERLAP)
     if is_drawn:
         temperature, top_p, min_p = _rules(batch_row, noise, top_p_column, min_p_column)
         if _is_unsettled(state, temperature, top_p, min_p):
             position = position_of_draw(batch_row, node, noise, rows, path)
+            start, end = chunk_of_program(rows)
             ahead, total, following = _weigh_and_redraw(
                 *(logits, rows, state, tl.load(state + BEST), temperature, min_p, position),
-                *(value_at(noise.seed, batch_row), tl.program_id(1) * LENGTH),
-                *(STREAM, KEY_SHIFT, LENGTH, BLOCK),
+                *(value_at(noise.seed, batch_row), start, end, STREAM, KEY_SHIFT, BLOCK),
             )
             tl.atomic_add(state + AHEAD, ahead, sem="relaxed")
             tl.atomic_add(state + TOTAL, total, sem="relaxed")
@@ -116,16 +113,12 @@ def _rest_kernel(
     min_p_column,
     path,
     STREAM: tl.constexpr,
-    LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     EVERY: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sift until the row is settled, in one program of LENGTH tokens; the last of a batch row walks on."""
+    """Sift until the row is settled, in one program; the last of a batch row walks on."""
     batch_row, node, is_drawn, logits, state = locate_row(rows, EVERY, OVERLAP)
     if is_drawn:
         temperature, top_p, min_p = _rules(batch_row, noise, top_p_column, min_p_column)
@@ -135,13 +128,13 @@ def _rest_kernel(
             position = position_of_draw(batch_row, node, noise, rows, path)
             ahead, total, following = _weigh_and_redraw(
                 *(logits, rows, state, drawn, temperature, min_p, position),
-                *(value_at(noise.seed, batch_row), 0, STREAM, KEY_SHIFT, LENGTH, BLOCK),
+                *(value_at(noise.seed, batch_row), batch_row * 0, rows.vocab_size, STREAM, KEY_SHIFT, BLOCK),
             )
             is_kept = _is_kept(drawn, logits, rows, state, ahead, total, temperature, top_p, min_p, KEY_SHIFT)
             drawn = tl.where(is_kept, drawn, following)
             is_unsettled = is_kept == 0
         tl.store(state + BEST, drawn)
-    walk_if_last(is_drawn, batch_row, rows, path, DEPTH, EVERY, BLOCK_N, BLOCK_D)
+    walk_if_last(is_drawn, batch_row, rows, path, EVERY)
 
 
 @triton.jit
@@ -182,13 +175,13 @@ def _weigh_and_redraw(
     position,
     seed,
     start,
+    end,
     STREAM: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
-    LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return, of LENGTH tokens from `start`: the weight of those ahead of the `drawn` one; the weight of
-    those above top-k's floor; and the packed best of those ahead that min-p keeps.
+    """Return, of the tokens from `start` to `end`: the weight of those ahead of the `drawn` one; the weight
+    of those above top-k's floor; and the packed best of those ahead that min-p keeps.
     """
     drawn_id = id_of_packed(drawn)
     drawn_key = ordered_key(load_logits(logits, rows, drawn_id))
@@ -197,8 +190,8 @@ def _weigh_and_redraw(
     total = tl.zeros([BLOCK // 4], tl.int64)
     best = tl.zeros([BLOCK // 4], tl.int64)
     lead = floor * 0
-    for offset in range(0, LENGTH, BLOCK):
-        call_idx, token_id = four_a_call(start + offset, BLOCK)
+    while start < end:
+        call_idx, token_id = four_a_call(start, BLOCK)
         x = load_logits(logits, rows, token_id)
         key = ordered_key(x)
         probability = _probability(x, state, temperature)
@@ -212,6 +205,7 @@ def _weigh_and_redraw(
             best, lead = draw_tile(
                 best, lead, x, is_kept, call_idx, token_id, temperature, position, seed, STREAM
             )
+        start += BLOCK
     return tl.sum(ahead, 0), tl.sum(total, 0), tl.max(best, 0)
 
 

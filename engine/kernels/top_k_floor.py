@@ -16,6 +16,7 @@ from engine.kernels.draw_row import (
     PREFIX,
     Column,
     DrawRows,
+    chunk_of_program,
     is_last_program,
     load_logits,
     locate_row,
@@ -37,7 +38,6 @@ def find_floors(rows: DrawRows, temperature: Column, top_k: Column) -> None:
             *(rows.arguments, rows.tie_counts, temperature, top_k),
             SHIFT=shift,
             IS_FIRST=shift + _DIGIT_BITS >= rows.num_key_bits,
-            CHUNK=rows.chunk,
             BLOCK=_BLOCK,
             **rows.options,
         )
@@ -51,7 +51,6 @@ def _digit_kernel(
     top_k_column,
     SHIFT: tl.constexpr,
     IS_FIRST: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     EVERY: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
@@ -64,14 +63,16 @@ def _digit_kernel(
         prefix = tl.load(state + PREFIX).to(tl.uint32)
         counts = tl.zeros([NUM_BINS], tl.int32)
         split, num_splits = tl.program_id(1), tl.num_programs(1)
-        for start in range(0, CHUNK, BLOCK):
-            token_id = split * CHUNK + start + tl.arange(0, BLOCK)
+        start, end = chunk_of_program(rows)
+        while start < end:
+            token_id = start + tl.arange(0, BLOCK)
             key = ordered_key(load_logits(logits, rows, token_id)) >> KEY_SHIFT >> SHIFT
             is_open = token_id < rows.vocab_size
             if not IS_FIRST:
                 is_open &= key // NUM_BINS == prefix
             if tl.max(is_open.to(tl.int32), 0) > 0:
                 counts += tl.histogram((key % NUM_BINS).to(tl.int32), NUM_BINS, mask=is_open)
+            start += BLOCK
         digit = tl.arange(0, NUM_BINS)
         tl.atomic_add(state + BINS + digit, counts.to(tl.int64), counts > 0, sem="relaxed")
         if SHIFT == 0:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.ordered_key import id_of_packed, ordered_key, pack_key_and_id
+from engine.kernels.ordered_key import ID_BITS, ID_MASK, id_of_packed, ordered_key, pack_key_and_id
 
 MAX_K = 16
 _BLOCK = 2048
@@ -24,24 +24,40 @@ def top_k(logits: Tensor, k: int, *, overlap: bool = False) -> Tensor:
     (compute capability 9 and up) the second comes near while the first still runs. Above `MAX_K` it is
     `torch.topk`, whose ties are in no order.
     """
+    leaders = find_leaders(logits, k, overlap=overlap)
+    num_rows, num_leaders = leaders.shape
+    token_ids = torch.empty(num_rows, k, dtype=torch.int64, device=logits.device)
+    _merge_kernel[(num_rows,)](
+        *(leaders, token_ids, num_leaders),
+        K=k,
+        BLOCK=triton.next_power_of_2(num_leaders),
+        OVERLAP=overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )
+    return token_ids
+
+
+def find_leaders(logits: Tensor, k: int, *, overlap: bool = False) -> Tensor:
+    """Return [M, L] int64, packed tokens of logits [M, V]: the k largest are the answer of `top_k`."""
     num_rows, vocab_size = logits.shape
     assert 1 <= k <= vocab_size, (k, vocab_size)
     if k > MAX_K:
-        return logits.topk(k, dim=-1).indices
+        token_ids = logits.topk(k, dim=-1).indices
+        order = torch.arange(k, 0, -1, device=logits.device)
+        return torch.bitwise_or(order << ID_BITS.value, token_ids ^ ID_MASK.value)
     num_splits = triton.cdiv(vocab_size, _BLOCK)
-    token_ids = torch.empty(num_rows, k, dtype=torch.int64, device=logits.device)
-    leaders = torch.empty(num_rows, num_splits, k, dtype=torch.int64, device=logits.device)
-    options = {"K": k, "OVERLAP": overlap, "launch_pdl": overlap}
+    leaders = torch.empty(num_rows, num_splits * k, dtype=torch.int64, device=logits.device)
     _split_kernel[(num_rows, num_splits)](
         *(logits, leaders, vocab_size, *logits.stride()),
+        K=k,
         KEY_SHIFT=_IDLE_KEY_BITS[logits.dtype],
         BLOCK=_BLOCK,
+        OVERLAP=overlap,
         num_warps=4,
-        **options,
+        launch_pdl=overlap,
     )
-    block = triton.next_power_of_2(num_splits * k)
-    _merge_kernel[(num_rows,)](leaders, token_ids, num_splits * k, BLOCK=block, num_warps=1, **options)
-    return token_ids
+    return leaders
 
 
 @triton.jit
@@ -93,7 +109,7 @@ def _merge_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     packed = tl.load(leaders_ptr + row * num_leaders + idx, idx < num_leaders, 0)
-    for rank in tl.static_range(K):
+    for rank in range(K):
         highest = tl.max(packed, 0)
         tl.store(token_ids_ptr + row * K + rank, id_of_packed(highest))
         packed = tl.where(packed == highest, 0, packed)

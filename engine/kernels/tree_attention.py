@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.attention_tiles import LOG2_E, LOWEST, MASK_BITS, attend_tiles, finish
+from engine.kernels.attention_tiles import LOG2_E, MASK_BITS, attend_tiles
 from engine.kernels.tree_attention_config import TreeConfig
 from engine.kernels.tree_attention_merge import merge_pieces
 from engine.kernels.tree_attention_plan import (
@@ -69,8 +69,7 @@ def attend_tree(
         *starts.stride(),
         *ends.stride(),
         *(num_kv_heads, group_size, head_dim, k_pages.shape[1], config.block_m, config.block_n),
-        *(triton.next_power_of_2(num_nodes) if plan.words is None else 1, config.num_slices),
-        *(config.num_stages, overlap),
+        *(triton.next_power_of_2(num_nodes) if plan.words is None else 1, config.num_stages, overlap),
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
         launch_pdl=overlap,
@@ -126,19 +125,6 @@ def _read_unit(
     return row, begin, end, stop, suffix_first, full_first, full_last, piece
 
 
-@triton.jit
-def _empty_state(SLICES: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return (acc, top, total) of no keys."""
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if SLICES > 1:
-        acc = tl.zeros([SLICES, BLOCK_M, HEAD_DIM], tl.float32)
-        top = tl.full([SLICES, BLOCK_M], LOWEST, tl.float32)
-        total = tl.zeros([SLICES, BLOCK_M], tl.float32)
-    return acc, top, total
-
-
 # Not specialised: a graph per batch and tree must not compile a kernel each.
 @triton.jit(
     do_not_specialize=[
@@ -188,7 +174,6 @@ def _tree_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
-    SLICES: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -214,8 +199,6 @@ def _tree_attention_kernel(
     if k_ptr.dtype.element_ty != q_ptr.dtype.element_ty:
         # float16 holds every float8 value; a query beyond its range would drown all scores anyway.
         q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-    if SLICES > 1:
-        q = tl.broadcast_to(q[None, :, :], [SLICES, BLOCK_M, HEAD_DIM])
     node_start = tl.load(starts + row * start_row + node * start_node, mask=is_query, other=0)
     node_end = tl.load(ends + row * end_row + node * end_node, mask=is_query, other=0)
     value_scale = 1.0
@@ -225,8 +208,7 @@ def _tree_attention_kernel(
         value_scale = tl.load(v_scale + head)
     head_offset = tl.cast(head, tl.int64) * page_head
     suffix_offset = row * k_row + head * k_head
-    state = attend_tiles(
-        _empty_state(SLICES, BLOCK_M, HEAD_DIM),
+    result, result_lse = attend_tiles(
         q,
         k_pages + head_offset,
         v_pages + head_offset,
@@ -245,10 +227,9 @@ def _tree_attention_kernel(
         ),
         BLOCK_SIZE,
         BLOCK_N,
-        SLICES,
         STAGES,
     )
-    result, result_lse = finish(state, value_scale)
+    result *= value_scale
     cell = node * (NUM_KV_HEADS * GROUP_SIZE) + query_head
     num_cells = num_nodes * (NUM_KV_HEADS * GROUP_SIZE)
     if piece < 0:

@@ -14,15 +14,13 @@ from torch import Tensor
 class TreeConfig:
     """block_m queries (nodes times the heads of a K/V head) by block_n keys per step.
 
-    num_slices: 1, or num_warps where every warp takes its own keys of a tile, and the warps' sums meet at the
-    end only. max_registers: per thread, None for no bound. num_slots: programs that run at once for one K/V
+    max_registers: per thread, None for no bound. num_slots: programs that run at once for one K/V
     head and query block, or 0 for one program per row, uncut; min_tiles: of a unit of work at least;
     idle_percent: the time of a unit that has the GPU to itself, of its time on a full GPU.
     """
 
     block_m: int
     block_n: int
-    num_slices: int
     num_warps: int
     num_stages: int
     max_registers: int | None
@@ -81,7 +79,6 @@ def choose_config(shape: TreeShape, num_processors: int) -> TreeConfig:
     return TreeConfig(
         block_m=block_m,
         block_n=block_n,
-        num_slices=1,
         num_warps=num_warps,
         num_stages=2 if is_wide else 4 if block_m == 64 and shape.num_rows < _MOST_ROWS else 3,
         max_registers=None,

@@ -18,8 +18,9 @@ HEADER = tl.constexpr(8)
 UNIT_WORDS = tl.constexpr(8)
 CUT_WORDS = tl.constexpr(4)
 _MAX_POSITION = tl.constexpr(2**31 - 1)
-_PER_PROGRAM = tl.constexpr(16)
-_NUM_SIZES = tl.constexpr(32)
+_NODES_PER_PROGRAM = tl.constexpr(32)
+_NUM_SIZES = tl.constexpr(16)
+_PIECES = tl.constexpr(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ def make_plan(
     if config.num_slots > 0:
         size = HEADER.value + UNIT_WORDS.value * num_units + CUT_WORDS.value * num_cuts
         words = torch.empty(size, dtype=torch.int32, device=device)
-        num_cutters = triton.cdiv(num_units, _PER_PROGRAM.value)
+        num_cutters = 1
     # Windows that a row's nodes share by stride are looked at once.
     is_shared = starts.stride(1) == 0 and ends.stride(1) == 0
     num_windows = 1 if is_shared else num_nodes
     block_rows = triton.next_power_of_2(num_rows)
-    _plan_kernel[(num_cutters + triton.cdiv(num_rows * num_nodes, _PER_PROGRAM.value),)](
+    _plan_kernel[(num_cutters + triton.cdiv(num_rows * num_nodes, _NODES_PER_PROGRAM.value),)](
         *(words, mask, starts, ends, suffix_mask.view(torch.uint8)),
         *starts.stride(),
         *ends.stride(),
@@ -69,7 +70,8 @@ def make_plan(
         BLOCK_N=config.block_n,
         BLOCK_ROWS=block_rows,
         BLOCK_NODES=min(triton.next_power_of_2(num_windows), max(1, 4096 // block_rows)),
-        num_warps=4,
+        BLOCK_UNITS=triton.next_power_of_2(num_units),
+        num_warps=1 if block_rows <= 32 else 4,
     )
     return TreePlan(mask, words)
 
@@ -108,7 +110,7 @@ def _pack_mask(
     mask, shown, mask_row, mask_node, mask_key, num_rows, num_nodes, num_suffix, num_words, program
 ):
     """Write the bits of a few nodes, counted over all rows."""
-    cell = program * _PER_PROGRAM + tl.arange(0, _PER_PROGRAM)
+    cell = program * _NODES_PER_PROGRAM + tl.arange(0, _NODES_PER_PROGRAM)
     bit = tl.arange(0, MASK_BITS)
     is_cell = cell < num_rows * num_nodes
     base = cell // num_nodes * mask_row + cell % num_nodes * mask_node
@@ -121,25 +123,29 @@ def _pack_mask(
 
 
 @triton.jit
+def _ceil_div(a, b):
+    """Return ceil(a / b) of integers whose sum is below 2**20, cheaper than by integer division."""
+    return ((a.to(tl.float32) + b.to(tl.float32) - 0.5) / b.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit
 def _choose_size(num_tiles, num_units, num_slots, min_tiles, idle_percent):
     """Return how many tiles a unit has at most.
 
     Of sizes around an equal share, the one that ends first: units fill the slots of the GPU in waves, every
     wave costs its largest unit and a start, and a last wave with empty slots runs faster, to idle_percent.
     """
-    share = tl.cdiv(tl.sum(num_tiles, 0) * 64, num_slots)
-    size = tl.maximum(tl.cdiv(share * (17 + 3 * tl.arange(0, _NUM_SIZES)), 32 * 64), min_tiles)
-    pieces = tl.cdiv(num_tiles[None, :], size[:, None])
-    largest = tl.max(tl.cdiv(num_tiles[None, :], tl.maximum(pieces, 1)), 1)
+    eighths = tl.cdiv(tl.sum(num_tiles, 0), num_slots) * (4 + tl.arange(0, _NUM_SIZES))
+    size = tl.maximum((eighths + 7) // 8, min_tiles)
+    pieces = _ceil_div(num_tiles[None, :], size[:, None])
+    largest = tl.max(_ceil_div(num_tiles[None, :], tl.maximum(pieces, 1)), 1)
     total = tl.sum(pieces, 1)
-    is_cut = tl.max(pieces, 1) > 1
     wave = total // num_slots * 100
     rest = total % num_slots
     wave += tl.where(rest > 0, tl.maximum(100 * rest // num_slots, idle_percent), 0)
-    cost = wave * largest + 100 * (tl.cdiv(total, num_slots) * 3 + tl.where(is_cut, 2, 0))
+    cost = wave * largest + 100 * (tl.cdiv(total, num_slots) * 3 + tl.where(tl.max(pieces, 1) > 1, 2, 0))
     cost = tl.where(total > num_units, _MAX_POSITION, cost)
-    best = tl.min(cost, 0)
-    return tl.min(tl.where(cost == best, size, _MAX_POSITION), 0)
+    return tl.min(tl.where(cost == tl.min(cost, 0), size, _MAX_POSITION), 0)
 
 
 @triton.jit
@@ -174,6 +180,28 @@ def _windows_of_rows(
 
 
 @triton.jit
+def _write_units(units, row, own_begin, pieces, num_tiles, span, BLOCK_N: tl.constexpr):
+    """Write the words of every unit of the rows, from own_begin on, into which their tiles are cut evenly."""
+    origin, last, suffix, full_first, full_last = span
+    for first_piece in range(0, tl.max(pieces, 0), _PIECES):
+        piece = first_piece + tl.arange(0, _PIECES)[:, None]
+        unit = own_begin[None, :] + piece
+        is_unit = piece < pieces[None, :]
+        count = tl.maximum(pieces, 1)[None, :]
+        begin = origin[None, :] + piece * num_tiles[None, :] // count * BLOCK_N
+        end = origin[None, :] + (piece + 1) * num_tiles[None, :] // count * BLOCK_N
+        out = units + UNIT_WORDS * unit
+        tl.store(out, row[None, :], mask=is_unit)
+        tl.store(out + 1, begin, mask=is_unit)
+        tl.store(out + 2, end, mask=is_unit)
+        tl.store(out + 3, last[None, :], mask=is_unit)
+        tl.store(out + 4, suffix[None, :], mask=is_unit)
+        tl.store(out + 5, full_first[None, :], mask=is_unit)
+        tl.store(out + 6, full_last[None, :], mask=is_unit)
+        tl.store(out + 7, tl.where(pieces[None, :] > 1, unit, -1), mask=is_unit)
+
+
+@triton.jit
 def _cut(
     words,
     starts,
@@ -190,12 +218,12 @@ def _cut(
     min_tiles,
     idle_percent,
     limit,
-    program,
     BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
 ):
-    """Write the words of a few units, and in the first program the header and the cut rows."""
+    """Write the header, the units and the cut rows."""
     row = tl.arange(0, BLOCK_ROWS)
     first, last, full_first, full_last = _windows_of_rows(
         *(starts, ends, start_row, start_node, end_row, end_node, num_rows, num_windows, limit),
@@ -211,35 +239,16 @@ def _cut(
     num_pieces = tl.sum(cut_pieces, 0)
     is_whole = (pieces == 1).to(tl.int32)
     own_begin = tl.where(is_cut, tl.cumsum(cut_pieces, 0) - pieces, num_pieces + tl.cumsum(is_whole, 0) - 1)
-    cut_idx = tl.cumsum(is_cut.to(tl.int32), 0) - 1
-    if program == 0:
-        tl.store(words, tl.sum(is_cut.to(tl.int32), 0))
-        cut = words + HEADER + UNIT_WORDS * num_units + CUT_WORDS * cut_idx
-        tl.store(cut, row, mask=is_cut)
-        tl.store(cut + 1, own_begin, mask=is_cut)
-        tl.store(cut + 2, pieces, mask=is_cut)
-    unit = program * _PER_PROGRAM + tl.arange(0, _PER_PROGRAM)
-    own = (own_begin[None, :] <= unit[:, None]) & (unit[:, None] < (own_begin + pieces)[None, :])
-    piece = tl.maximum(unit - _pick(own, own_begin), 0)
-    tiles, count = _pick(own, num_tiles), tl.maximum(_pick(own, pieces), 1)
-    base = _pick(own, origin)
-    is_unit = _pick(own, row * 0 + 1)
-    out = words + HEADER + UNIT_WORDS * unit
-    is_stored = unit < num_units
-    tl.store(out, tl.where(is_unit > 0, _pick(own, row), -1), mask=is_stored)
-    tl.store(out + 1, base + piece * tiles // count * BLOCK_N, mask=is_stored)
-    tl.store(out + 2, base + (piece + 1) * tiles // count * BLOCK_N, mask=is_stored)
-    tl.store(out + 3, _pick(own, last), mask=is_stored)
-    tl.store(out + 4, _pick(own, suffix), mask=is_stored)
-    tl.store(out + 5, _pick(own, full_first), mask=is_stored)
-    tl.store(out + 6, _pick(own, full_last), mask=is_stored)
-    tl.store(out + 7, tl.where(count > 1, unit, -1), mask=is_stored)
-
-
-@triton.jit
-def _pick(own, value):
-    """Return the value [rows] of the row that owns each unit, own [units, rows]."""
-    return tl.sum(tl.where(own, value[None, :], 0), 1)
+    tl.store(words, tl.sum(is_cut.to(tl.int32), 0))
+    cut = words + HEADER + UNIT_WORDS * num_units + CUT_WORDS * (tl.cumsum(is_cut.to(tl.int32), 0) - 1)
+    tl.store(cut, row, mask=is_cut)
+    tl.store(cut + 1, own_begin, mask=is_cut)
+    tl.store(cut + 2, pieces, mask=is_cut)
+    every = tl.arange(0, BLOCK_UNITS)
+    is_unused = (every >= tl.sum(pieces, 0)) & (every < num_units)
+    tl.store(words + HEADER + UNIT_WORDS * every, -1, mask=is_unused)
+    span = (origin, last, suffix, full_first, full_last)
+    _write_units(words + HEADER, row, own_begin, pieces, num_tiles, span, BLOCK_N)
 
 
 @triton.jit(
@@ -276,6 +285,7 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program >= num_cutters:
@@ -287,5 +297,5 @@ def _plan_kernel(
         _cut(
             *(words, starts, ends, start_row, start_node, end_row, end_node),
             *(num_rows, num_windows, num_suffix, num_units, num_slots, min_tiles, idle_percent),
-            *(limit, program, BLOCK_N, BLOCK_ROWS, BLOCK_NODES),
+            *(limit, BLOCK_N, BLOCK_ROWS, BLOCK_NODES, BLOCK_UNITS),
         )

@@ -27,6 +27,9 @@ from engine.kernels.draw_row import (
 )
 from engine.kernels.ordered_key import id_of_packed, is_finite_key, key_of_packed
 from engine.speculation import DraftOutput, TreeTensors, Verification
+from engine.tree.topology import MAX_NODES
+
+MOST_NODES = tl.constexpr(MAX_NODES)
 
 
 class WalkArguments(NamedTuple):
@@ -38,6 +41,7 @@ class WalkArguments(NamedTuple):
     depths: Tensor
     drafted: Tensor
     drafted_stride: int
+    num_levels: int
     path: Tensor
     num_accepted: Tensor
     next_token: Tensor
@@ -51,16 +55,10 @@ class WalkArguments(NamedTuple):
             assert table.is_contiguous(), table.stride()
         return WalkArguments(
             *(tree.parents, tree.depths, draft.token_ids, draft.token_ids.stride(0)),
+            tree.depth + 1,
             *(answer.path, answer.num_accepted, answer.next_token, answer.token_ids),
             answer.is_finite.view(torch.uint8),
         )
-
-
-def path_sizes(tree: TreeTensors) -> dict[str, int]:
-    """Return the constants of a kernel that walks."""
-    depth, num_nodes = tree.depth, tree.num_nodes
-    blocks = {"BLOCK_N": triton.next_power_of_2(num_nodes), "BLOCK_D": triton.next_power_of_2(depth + 1)}
-    return {"DEPTH": depth, **blocks}
 
 
 @triton.jit
@@ -69,10 +67,7 @@ def walk_if_last(
     batch_row,
     rows,
     path,
-    DEPTH: tl.constexpr,
     EVERY: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> None:
     """Walk on in the last of the programs that draw for the batch row: all of its rows where EVERY node has
     one, else those of a row that `is_drawn`.
@@ -83,7 +78,7 @@ def walk_if_last(
     if is_drawn | EVERY:
         is_last = is_last_program(first + NUM_DRAWN, num_rows * tl.num_programs(1))
     if is_last:
-        _walk(batch_row, rows, path, first, DEPTH, EVERY, BLOCK_N, BLOCK_D)
+        _walk(batch_row, rows, path, first, EVERY)
 
 
 @triton.jit
@@ -92,15 +87,12 @@ def _walk(
     rows,
     path,
     state,
-    DEPTH: tl.constexpr,
     EVERY: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     """Walk on from where the batch row stands: to the path's end where EVERY node has its token, else to the
     next level; and write the answer so far. state: that of the batch row's first row.
     """
-    nodes, depths = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    nodes, depths = tl.arange(0, MOST_NODES), tl.arange(0, MOST_NODES)
     table = batch_row * rows.num_nodes + nodes
     is_child = (nodes > 0) & (nodes < rows.num_nodes)
     is_child &= tl.load(rows.is_node + table, is_child, 0) != 0
@@ -112,7 +104,7 @@ def _walk(
         best = tl.load(state + nodes * 0 + BEST, cache_modifier=".cg")
     node = tl.load(state + NODE)
     depth = tl.load(path.depths + batch_row * rows.num_nodes + node)
-    slots = batch_row * (DEPTH + 1) + depths
+    slots = batch_row * path.num_levels + depths
     # Above this depth stands what the levels before wrote.
     nodes_taken = tl.load(path.path + slots, depths < depth, 0)
     token_ids = tl.load(path.token_ids + slots, depths < depth, -1)
@@ -128,13 +120,13 @@ def _walk(
         token_ids = tl.where(depths < num_accepted, token_ids, -1)
         token_ids = tl.where(depths == num_accepted, token, token_ids)
         is_match = is_child & (parents == node) & (drafted == token)
-        child = tl.min(tl.where(is_match, nodes, BLOCK_N), 0)
-        has_child = is_finite & (child < BLOCK_N)
+        child = tl.min(tl.where(is_match, nodes, MOST_NODES), 0)
+        has_child = is_finite & (child < MOST_NODES)
         node = tl.where(has_child, child.to(tl.int64), node)
         depth += 1
         is_walking = has_child & EVERY
-    tl.store(path.path + slots, nodes_taken, depths <= DEPTH)
-    tl.store(path.token_ids + slots, token_ids, depths <= DEPTH)
+    tl.store(path.path + slots, nodes_taken, depths < path.num_levels)
+    tl.store(path.token_ids + slots, token_ids, depths < path.num_levels)
     tl.store(path.num_accepted + batch_row, num_accepted)
     tl.store(path.next_token + batch_row, token)
     tl.store(path.is_finite + batch_row, is_finite.to(tl.uint8))

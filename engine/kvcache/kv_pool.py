@@ -42,16 +42,16 @@ class KVPool:
         """Return K and V of one layer by slot, [num_blocks * block_size, Hkv, D]."""
         return self.k[layer_idx].flatten(0, 1), self.v[layer_idx].flatten(0, 1)
 
-    def commit(self, slots: Tensor, scratch: TreeScratch, rows: Tensor) -> None:
-        """Copy rows [R] of a scratch, of all layers, to slots [R]."""
+    def commit(self, slots: Tensor, scratch: TreeScratch, rows: Tensor | None = None) -> None:
+        """Copy rows [R] of a scratch, of all layers, to slots [R]; all its rows in order where None."""
         k, v = self.k.flatten(1, 2), self.v.flatten(1, 2)
         if self.k.is_cuda:
             from engine.kernels.commit import commit_rows
 
             commit_rows(scratch.k, scratch.v, rows, k, v, slots)
         else:
-            k.index_copy_(1, slots, scratch.k[:, rows])
-            v.index_copy_(1, slots, scratch.v[:, rows])
+            k.index_copy_(1, slots, scratch.k if rows is None else scratch.k[:, rows])
+            v.index_copy_(1, slots, scratch.v if rows is None else scratch.v[:, rows])
 
     @staticmethod
     def bytes_per_block(

@@ -16,12 +16,6 @@ class TreeScratch:
     k: Tensor
     v: Tensor
 
-    def zero_(self) -> "TreeScratch":
-        """Clear every row: a masked product must not meet NaN in one that is written later."""
-        self.k.zero_()
-        self.v.zero_()
-        return self
-
     def layer(self, layer_idx: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """Return K and V of one layer, [num_rows, T / num_rows, Hkv, D]."""
         k, v = self.k[layer_idx], self.v[layer_idx]

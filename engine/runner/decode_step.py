@@ -13,13 +13,14 @@ from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
 from engine.draft.ranks import ranks_at
-from engine.kvcache.kv_pool import KVPool, slots_of
+from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
+from engine.runner.step_rows import StepRows
 from engine.sampling.verify import Verify
-from engine.speculation import DraftOutput, SamplingFlags, TreeTensors
+from engine.speculation import SamplingFlags, TreeTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +66,37 @@ class DecodeStep:
         self._pool, self._state, self._verify = pool, state, verify
         self._block_size = pool.k.shape[2]
         self._draft_mode = draft_mode
+        self._zero = torch.zeros(1, dtype=torch.int64, device=pool.k.device)
 
-    def draft(self, batch: DecodeBatch) -> DraftOutput:
-        """Fill the trees; a batch of roots only does no draft work."""
+    def room(self, batch: DecodeBatch) -> StepRows:
+        """Return room for what the parts of a step hand on to each other."""
+        probs_size = None
+        if self._draft_mode == "sampled" and batch.tree.depth > 0:
+            probs_size = self._target.config.vocab_size
+        return StepRows.empty(batch.tree, batch.num_blocks, probs_size)
+
+    def draft(self, batch: DecodeBatch, rows: StepRows) -> None:
+        """Open the rows and fill the trees; a batch of roots only does no draft work."""
         if batch.tree.depth == 0 or self._drafter is None:
-            return DraftOutput(self._state.root_token[batch.slots][:, None])
-        tables = self._state.block_tables[batch.slots, : batch.num_blocks]
-        window = self._state.align_window(batch.slots, batch.align_width, tables)
-        sampling = self._state.sampling(batch.slots, SamplingFlags())
+            self._state.open(batch.slots, batch.tree, rows)
+            return
+        window = self._state.align(batch.slots, batch.tree, rows, batch.align_width)
+        sampling = self._state.sampling(batch.slots, rows, SamplingFlags())
         noise = DraftNoise(sampling.seed, sampling.temperature)
-        return self._drafter.draft(
-            window, batch.tree, self._draft_mode, noise, self._target.config.vocab_size
-        )
+        self._drafter.draft(window, batch.tree, noise, rows.draft)
 
-    def run_target(self, batch: DecodeBatch, draft: DraftOutput) -> NodeOutput:
+    def run_target(self, batch: DecodeBatch, rows: StepRows) -> NodeOutput:
         """Run every node of every tree at once: prefix attention over pages, suffix attention over the
         scratch.
         """
-        tree, root_positions = batch.tree, self._state.seq_len[batch.slots]
+        tree = batch.tree
         shape = (tree.num_rows, tree.num_nodes)
-        ends = root_positions[:, None].expand(shape)
-        tables = self._state.block_tables[batch.slots, : batch.num_read_blocks]
-        layout = AttentionLayout(tables, torch.zeros_like(ends), ends, tree.ancestor_mask())
+        layout = AttentionLayout(
+            block_tables=rows.block_tables[:, : batch.num_read_blocks],
+            prefix_start=self._zero.expand(shape),
+            prefix_end=rows.root_positions[:, None].expand(shape),
+            suffix_mask=tree.ancestor_mask,
+        )
         attend_pages = self._backend.bind(layout, self._block_size)
 
         scratch = self._pool.scratch(tree.num_rows * tree.num_nodes)
@@ -98,32 +108,26 @@ class DecodeStep:
             suffix = scratch.layer(layer_idx, tree.num_rows)
             return attend_pages(q.view(*shape, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
 
-        positions = (root_positions[:, None] + tree.depths).flatten()
-        output = self._target(draft.token_ids.clamp(min=0).flatten(), positions, attend)
+        token_ids = rows.draft.token_ids.clamp(min=0).flatten()
+        output = self._target(token_ids, rows.positions.flatten(), attend)
         logits = self._target.logits(output.hidden).view(*shape, -1)
         # The feature size may be 0, which a view cannot infer.
         return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]), scratch)
 
-    def commit(self, batch: DecodeBatch, draft: DraftOutput, output: NodeOutput) -> Tensor:
+    def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> Tensor:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
 
-        Returns [B, 2 D + 4] int64: what each row emitted, D + 1 columns padded with -1; its path, as many;
-        the draft's rank of its last token; and whether its logits were finite.
+        Returns [B, 2 D + 5] int64: what each row emitted, D + 1 columns padded with -1; its path, as many;
+        the draft's rank of its last token, and of how many; and whether its logits were finite.
         """
-        slots, state = batch.slots, self._state
-        root_positions = state.seq_len[slots]
-        sampling = state.sampling(slots, batch.flags)
-        verification = self._verify(output.logits, draft, batch.tree, sampling, root_positions)
-        path = verification.path
-        step = torch.arange(path.shape[1], device=path.device)
-        is_kept = step <= verification.num_accepted[:, None]
-        tables = state.block_tables[slots, : batch.num_blocks]
-        pool_slots = slots_of(tables, root_positions[:, None] + step, is_kept, self._block_size)
-        rows = torch.arange(path.shape[0], device=path.device)[:, None]
-        self._pool.commit(
-            pool_slots.flatten(), output.scratch, (rows * batch.tree.num_nodes + path).flatten()
+        sampling = self._state.sampling(batch.slots, rows, batch.flags)
+        verification = self._verify(output.logits, rows.draft, batch.tree, sampling, rows.root_positions)
+        committed = self._state.commit(
+            batch.slots, rows, verification, output.features, self._block_size, sampling.is_penalized
         )
-        state.commit(slots, verification, output.features[rows, path], sampling.is_penalized)
+        self._pool.commit(committed.pool_slots, output.scratch, committed.scratch_rows)
+        path = verification.path
         last = path.gather(1, verification.num_accepted[:, None])[:, 0]
-        columns = (ranks_at(draft, last, verification.next_token), verification.is_finite.long())
-        return torch.cat((verification.token_ids, path, torch.stack(columns, dim=1)), dim=1)
+        ranks = ranks_at(rows.draft, last, verification.next_token)
+        answer = committed.answer
+        return torch.cat((answer[:, :-1], path, ranks, answer[:, -1:]), dim=1)

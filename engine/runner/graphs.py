@@ -11,9 +11,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.batch import DUMMY_SLOT, NUM_RANKS
+from engine.batch import DUMMY_SLOT
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
-from engine.speculation import DraftOutput, SamplingFlags, TreeShape, TreeTensors, upload
+from engine.runner.step_rows import StepRows
+from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
 
 # Sampling work that is captured: plain argmax, noise, and noise with truncation. Rarer needs run uncaptured.
@@ -45,13 +46,13 @@ class _Recorded(Generic[R]):
 
 @dataclass(slots=True)
 class _StepSet:
-    """The graphs of one (rows, shape). The draft has one for each align width, all writing `draft`; the
-    commit has one for each set of flags.
+    """The graphs of one (rows, shape), which all share `rows`. The draft has one for each align width, the
+    commit one for each set of flags.
     """
 
     tree: TreeTensors
     topologies: tuple[TreeTopology, ...]
-    draft: DraftOutput
+    rows: StepRows
     drafts: dict[int, _Recorded[None]]
     target: _Recorded[NodeOutput]
     commits: dict[SamplingFlags, _Recorded[Tensor]]
@@ -85,15 +86,13 @@ class StepGraphs:
         self._slots.fill_(DUMMY_SLOT)
         topologies = (topology,) * bucket
         tree = TreeTensors.padded(topologies, shape, self._device)
-        token_ids = torch.zeros(bucket, shape.num_nodes, dtype=torch.int64, device=self._device)
-        children = torch.full((bucket, shape.num_nodes, NUM_RANKS), -1, device=self._device)
-        draft = DraftOutput(token_ids, children=children)
-        widths = {min(shape.depth + 1, self._window), self._window if shape.depth else 1}
-        drafts = {width: self._record_draft(draft, tree, width) for width in sorted(widths)}
         batch = self._batch(tree, 1, SamplingFlags())
-        target = self._record(lambda: self._step.run_target(batch, draft))
-        commits = {flags: self._record_commit(draft, tree, flags, target.output) for flags in CAPTURED_FLAGS}
-        self._sets[bucket, shape] = _StepSet(tree, topologies, draft, drafts, target, commits)
+        rows = self._step.room(batch)
+        widths = {min(shape.depth + 1, self._window), self._window if shape.depth else 1}
+        drafts = {width: self._record_draft(tree, rows, width) for width in sorted(widths)}
+        target = self._record(lambda: self._step.run_target(batch, rows))
+        commits = {flags: self._record_commit(tree, rows, flags, target.output) for flags in CAPTURED_FLAGS}
+        self._sets[bucket, shape] = _StepSet(tree, topologies, rows, drafts, target, commits)
 
     def replay(
         self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags
@@ -135,22 +134,15 @@ class StepGraphs:
             found.tree.copy_(TreeTensors.padded(topologies, found.tree.shape, self._device))
             found.topologies = topologies
 
-    def _record_draft(self, draft: DraftOutput, tree: TreeTensors, width: int) -> _Recorded[None]:
+    def _record_draft(self, tree: TreeTensors, rows: StepRows, width: int) -> _Recorded[None]:
         batch = self._batch(tree, width, SamplingFlags())
-
-        def run() -> None:
-            drafted = self._step.draft(batch)
-            draft.token_ids.copy_(drafted.token_ids)
-            if draft.children is not None and drafted.children is not None:
-                draft.children.copy_(drafted.children)
-
-        return self._record(run)
+        return self._record(lambda: self._step.draft(batch, rows))
 
     def _record_commit(
-        self, draft: DraftOutput, tree: TreeTensors, flags: SamplingFlags, output: NodeOutput
+        self, tree: TreeTensors, rows: StepRows, flags: SamplingFlags, output: NodeOutput
     ) -> _Recorded[Tensor]:
         batch = self._batch(tree, 1, flags)
-        return self._record(lambda: self._step.commit(batch, draft, output))
+        return self._record(lambda: self._step.commit(batch, rows, output))
 
     def _batch(self, tree: TreeTensors, width: int, flags: SamplingFlags) -> DecodeBatch:
         return DecodeBatch(

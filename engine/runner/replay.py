@@ -73,7 +73,7 @@ def draw_path(
     A node ends the path with the probability that it is accepted and none of its children is; a uniform
     number keyed by seed and position, both [B] int64, is laid against the running sum of these over nodes.
     """
-    is_above = tree.ancestor_mask()
+    is_above = tree.ancestor_mask
     accepted = edges[tree.depths, tree.ranks] * tree.is_node
     accepted = torch.where(is_above, accepted[:, None], 1.0).prod(-1)
     ends = accepted.scatter_add(1, tree.parents[:, 1:], -accepted[:, 1:])

@@ -22,7 +22,7 @@ from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.prefill_step import PrefillStep
-from engine.runner.slot_state import SlotState
+from engine.runner.slot_state import SlotOps, SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
@@ -54,6 +54,7 @@ class ModelRunner:
         shape: RunnerShape,
         eos_token_ids: tuple[int, ...],
         verify: Verify = verify,
+        slot_ops: SlotOps | None = None,
     ) -> None:
         config = target.config
         weight = target.embed_tokens.weight
@@ -70,6 +71,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             dtype=dtype,
             device=self.device,
+            ops=slot_ops,
         )
         self._drafter = drafter
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
@@ -161,8 +163,9 @@ class ModelRunner:
             num_read_blocks=self._num_blocks(plan.max_prefix_len),
             num_blocks=self._num_blocks(plan.max_prefix_len + depth + 1),
         )
-        draft = self._step.draft(batch)
-        return self._step.commit(batch, draft, self._step.run_target(batch, draft))
+        rows = self._step.room(batch)
+        self._step.draft(batch, rows)
+        return self._step.commit(batch, rows, self._step.run_target(batch, rows))
 
     def _tree_tensors(self, topologies: tuple[TreeTopology, ...]) -> TreeTensors:
         """Return the node table of a step; the same topologies come back step after step."""

@@ -6,14 +6,114 @@ dummy.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.batch import DUMMY_SLOT, Admission, BlockGrowth, PrefillChunk
-from engine.draft.drafter import AlignWindow
+from engine.draft.ops import AlignWindow
+from engine.kvcache.kv_pool import slots_of
 from engine.request import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
-from engine.speculation import SamplingFlags, SamplingTensors, Verification, upload
+from engine.runner.step_rows import NUM_INTEGERS, NUM_NUMBERS, CommittedRows, StepRows
+from engine.speculation import SamplingFlags, SamplingTensors, TreeTensors, Verification, upload
+
+
+class SlotOps(Protocol):
+    """What a step reads and writes of the slots, for one device; `SlotState` says what each is for."""
+
+    def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
+        """See `SlotState.open`."""
+        ...
+
+    def align(
+        self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
+    ) -> AlignWindow:
+        """See `SlotState.align`."""
+        ...
+
+    def commit(
+        self,
+        state: "SlotState",
+        slots: Tensor,
+        rows: StepRows,
+        verification: Verification,
+        features: Tensor,
+        block_size: int,
+    ) -> CommittedRows:
+        """See `SlotState.commit`; penalties are the state's own."""
+        ...
+
+
+class TorchSlotOps:
+    """Plain torch on any device."""
+
+    def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
+        """See `SlotState.open`."""
+        torch.index_select(state.seq_len, 0, slots, out=rows.root_positions)
+        torch.add(rows.root_positions[:, None], tree.depths, out=rows.positions)
+        tables = state.block_tables[:, : rows.block_tables.shape[1]]
+        torch.index_select(tables, 0, slots, out=rows.block_tables)
+        torch.index_select(state.integers, 1, slots, out=rows.integers)
+        torch.index_select(state.numbers, 1, slots, out=rows.numbers)
+        rows.draft.token_ids.fill_(-1)[:, 0] = state.root_token[slots]
+        if rows.draft.children is not None:
+            rows.draft.children.fill_(-1)
+
+    def align(
+        self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
+    ) -> AlignWindow:
+        """See `SlotState.align`."""
+        self.open(state, slots, tree, rows)
+        root, row = rows.root_positions, slots[:, None]
+        draft_len, draft_start = state.draft_len[slots], state.draft_start[slots]
+        first = torch.maximum(draft_len, root + 1 - width).minimum(root)
+        # Positions between draft_len and first have no draft K/V and never will: the window starts after that
+        # hole.
+        start = torch.where(first > draft_len, first, draft_start)
+        positions = root[:, None] + torch.arange(1 - width, 1, device=state.device)
+        state.draft_len[slots] = root + 1
+        state.draft_start[slots] = start
+        return AlignWindow(
+            positions=positions,
+            is_pending=positions >= first[:, None],
+            token_ids=torch.cat(
+                (state.tokens[row, positions[:, :-1] % state.window], state.root_token[row]), dim=1
+            ),
+            features=state.features[row, (positions - 1) % state.window],
+            prefix_start=start,
+            prefix_end=first,
+            block_tables=rows.block_tables,
+        )
+
+    def commit(
+        self,
+        state: "SlotState",
+        slots: Tensor,
+        rows: StepRows,
+        verification: Verification,
+        features: Tensor,
+        block_size: int,
+    ) -> CommittedRows:
+        """See `SlotState.commit`."""
+        path, token_ids = verification.path, verification.token_ids
+        step = torch.arange(path.shape[1], device=state.device)
+        is_kept = step <= verification.num_accepted[:, None]
+        positions = rows.root_positions[:, None] + step
+        row, slot = torch.arange(len(slots), device=state.device)[:, None], slots[:, None]
+        columns = torch.where(is_kept, positions % state.window, state.window)
+        state.features[slot, columns] = features[row, path]
+        state.tokens[slot, columns] = torch.cat(
+            (state.root_token[slot], token_ids[:, :-1].clamp(min=0)), dim=1
+        )
+        state.seq_len[slots] = rows.root_positions + (verification.num_accepted + 1)
+        state.root_token[slots] = verification.next_token
+        state.seq_len[DUMMY_SLOT].zero_()  # an assignment would copy the number from the host
+        return CommittedRows(
+            answer=torch.cat((token_ids, verification.is_finite[:, None].long()), dim=1),
+            pool_slots=slots_of(rows.block_tables, positions, is_kept, block_size).flatten(),
+            scratch_rows=(row * features.shape[1] + path).flatten(),
+        )
 
 
 class SlotState:
@@ -34,6 +134,7 @@ class SlotState:
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        ops: SlotOps | None = None,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
@@ -44,10 +145,11 @@ class SlotState:
         self.block_tables = zeros(table_width)
         self.features = zeros(window + 1, feature_size, dtype=dtype)
         self.tokens = zeros(window + 1)
-        self._seed, self._stop_from, self._top_k = zeros(), zeros(), zeros()
-        # temperature, top_p, min_p, repetition, presence and frequency penalty, side by side: one gather
-        # reads all.
-        self._numbers = zeros(6, dtype=torch.float32)
+        self._ops = ops or TorchSlotOps()
+        # seed, top_k, stop_from; temperature, top_p, min_p, repetition, presence and frequency penalty: rows
+        # of one table, so that one gather reads all.
+        self.integers = torch.zeros(NUM_INTEGERS, num_slots, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(NUM_NUMBERS, num_slots, device=device)
         self._bias_token_ids = zeros(MAX_LOGIT_BIASES)
         self._bias_values = zeros(MAX_LOGIT_BIASES, dtype=torch.float32)
         self._stop_token_ids = zeros(MAX_STOP_TOKENS)
@@ -56,18 +158,15 @@ class SlotState:
 
     def admit(self, admissions: Sequence[Admission], eos_token_ids: tuple[int, ...]) -> None:
         """Set every row of the slots that sequences take."""
-        numbers = [
-            value
-            for a in admissions
-            for value in (
-                a.sampling.temperature,
-                a.sampling.top_p,
-                a.sampling.min_p,
-                a.sampling.repetition_penalty,
-                a.sampling.presence_penalty,
-                a.sampling.frequency_penalty,
-            )
-        ]
+        params = [a.sampling for a in admissions]
+        numbers = (
+            [p.temperature for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [p.repetition_penalty for p in params],
+            [p.presence_penalty for p in params],
+            [p.frequency_penalty for p in params],
+        )
         vocab_size = self._output_counts.shape[1]
         columns = (
             [a.slot for a in admissions],
@@ -79,14 +178,14 @@ class SlotState:
             # 0 when there is no minimum: no position is before it, and the ids are not read.
             [a.num_prompt + a.sampling.min_tokens if a.sampling.min_tokens else 0 for a in admissions],
         )
-        ints = self._row([value for column in columns for value in column], torch.int64)
-        slots, root_position, root_token, draft_start, seed, top_k, stop_from = ints.view(len(columns), -1)
+        table = self._rows(columns, torch.int64)
+        slots, root_position, root_token, draft_start = table[:4]
         self.seq_len[slots] = root_position
         self.draft_len[slots] = root_position
         self.root_token[slots] = root_token
         self.draft_start[slots] = draft_start
-        self._seed[slots], self._top_k[slots], self._stop_from[slots] = seed, top_k, stop_from
-        self._numbers[slots] = self._row(numbers, torch.float32).view(len(admissions), -1)
+        self.integers[:, slots] = table[4:]
+        self.numbers[:, slots] = self._rows(numbers, torch.float32)
         self.block_tables.index_fill_(0, slots, 0)
         self.features.index_fill_(0, slots, 0)
         # Read as soon as one row of the batch is biased, so an unbiased row must not keep what its slot had.
@@ -141,79 +240,65 @@ class SlotState:
         self.features[entries[0], entries[1]] = features[entries[2]]
         self.tokens[entries[0], entries[1]] = token_ids[entries[2]]
 
-    def align_window(self, slots: Tensor, width: int, block_tables: Tensor) -> AlignWindow:
-        """Return the last `width` positions of rows `slots` [B], and count them as cached in the draft from
+    def open(self, slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
+        """Fill `rows` from the rows `slots` [B] of state."""
+        self._ops.open(self, slots, tree, rows)
+
+    def align(self, slots: Tensor, tree: TreeTensors, rows: StepRows, width: int) -> AlignWindow:
+        """Open `rows` and return the last `width` positions of each, which count as cached in the draft from
         now on.
         """
-        root = self.seq_len[slots]
-        draft_len, draft_start = self.draft_len[slots], self.draft_start[slots]
-        first = torch.maximum(draft_len, root + 1 - width).minimum(root)
-        # Positions between draft_len and first have no draft K/V and never will: the window starts after that
-        # hole.
-        start = torch.where(first > draft_len, first, draft_start)
-        positions = root[:, None] + torch.arange(1 - width, 1, device=self.device)
-        rows = slots[:, None]
-        self.draft_len[slots] = root + 1
-        self.draft_start[slots] = start
-        return AlignWindow(
-            positions=positions,
-            is_pending=positions >= first[:, None],
-            token_ids=torch.cat(
-                (self.tokens[rows, positions[:, :-1] % self.window], self.root_token[rows]), dim=1
-            ),
-            features=self.features[rows, (positions - 1) % self.window],
-            prefix_start=start,
-            prefix_end=first,
-            block_tables=block_tables,
-        )
+        return self._ops.align(self, slots, tree, rows, width)
 
     def commit(
-        self, slots: Tensor, verification: Verification, path_features: Tensor, is_penalized: bool
-    ) -> None:
-        """Advance rows `slots` [B] by what was emitted; path_features: [B, D + 1, F] along the accepted
-        path.
-        """
-        num_accepted = verification.num_accepted[:, None]
-        step = torch.arange(verification.path.shape[1], device=self.device)
-        is_kept = step <= num_accepted
-        positions = self.seq_len[slots][:, None] + step
-        rows = slots[:, None]
-        token_ids = verification.token_ids.clamp(min=0)
-        columns = torch.where(is_kept, positions % self.window, self.window)
-        self.features[rows, columns] = path_features
-        self.tokens[rows, columns] = torch.cat((self.root_token[rows], token_ids[:, :-1]), dim=1)
-        self.seq_len[slots] += verification.num_accepted + 1
-        self.root_token[slots] = verification.next_token
-        self.seq_len[DUMMY_SLOT].zero_()  # an assignment would copy the number from the host
+        self,
+        slots: Tensor,
+        rows: StepRows,
+        verification: Verification,
+        features: Tensor,
+        block_size: int,
+        is_penalized: bool,
+    ) -> CommittedRows:
+        """Advance rows `slots` [B] by what was emitted; features: [B, N, F], of every node."""
         if is_penalized:
-            counts = is_kept.to(torch.int32)
-            self._output_counts.index_put_((rows.expand_as(token_ids), token_ids), counts, accumulate=True)
+            step = torch.arange(verification.path.shape[1], device=self.device)
+            counts = (step <= verification.num_accepted[:, None]).to(torch.int32)
+            token_ids = verification.token_ids.clamp(min=0)
+            places = (slots[:, None].expand_as(token_ids), token_ids)
+            self._output_counts.index_put_(places, counts, accumulate=True)
+        return self._ops.commit(self, slots, rows, verification, features, block_size)
 
-    def sampling(self, slots: Tensor, flags: SamplingFlags) -> SamplingTensors:
-        """Gather how rows `slots` [B] draw."""
+    def sampling(self, slots: Tensor, rows: StepRows, flags: SamplingFlags) -> SamplingTensors:
+        """Return how the rows `slots` [B] of `rows` draw."""
         nothing = slots[:, None][:, :0]
-        numbers = self._numbers[slots]
+        seed, top_k, stop_from = rows.integers
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = rows.numbers
         return SamplingTensors(
-            temperature=numbers[:, 0],
-            top_k=self._top_k[slots],
-            top_p=numbers[:, 1],
-            min_p=numbers[:, 2],
-            repetition_penalty=numbers[:, 3],
-            presence_penalty=numbers[:, 4],
-            frequency_penalty=numbers[:, 5],
-            seed=self._seed[slots],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
             bias_token_ids=self._bias_token_ids[slots] if flags.is_biased else nothing,
             bias_values=self._bias_values[slots] if flags.is_biased else nothing.float(),
             prompt_mask=self._prompt_mask[slots] if flags.is_penalized else nothing.bool(),
             output_counts=self._output_counts[slots] if flags.is_penalized else nothing.int(),
             stop_token_ids=self._stop_token_ids[slots] if flags.has_min_tokens else nothing,
-            stop_from=self._stop_from[slots],
+            stop_from=stop_from,
             is_sampled=flags.is_sampled,
             is_truncated=flags.is_truncated,
             is_penalized=flags.is_penalized,
             is_biased=flags.is_biased,
             has_min_tokens=flags.has_min_tokens,
         )
+
+    def _rows(
+        self, columns: Sequence[Sequence[int]] | Sequence[Sequence[float]], dtype: torch.dtype
+    ) -> Tensor:
+        return self._row([value for column in columns for value in column], dtype).view(len(columns), -1)
 
     def _row(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
         return upload(values, dtype, self.device)

@@ -37,7 +37,7 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step on its way: rows [B, 2 D + 4] int64 as `DecodeStep.commit` returns them, and
+    """The answer of one step on its way: rows [B, 2 D + 5] int64 as `DecodeStep.commit` returns them, and
     is_chunk_finite [C] bool of its chunks.
     """
 
@@ -59,10 +59,10 @@ class StepHandle:
 
 def _row_result(row: list[int]) -> RowResult:
     """Return one row of `DecodeStep.commit`."""
-    width = len(row) // 2 - 1  # D + 1
+    width = (len(row) - 3) // 2  # D + 1
     token_ids = tuple([token for token in row[:width] if token >= 0])
     path = tuple(row[width + 1 : width + len(token_ids)])
-    return RowResult(token_ids, bool(row[-1]), path, None if row[-2] < 0 else row[-2])
+    return RowResult(token_ids, bool(row[-1]), path, None if row[-3] < 0 else row[-3], row[-2])
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.draft.drafter import Drafter
-from engine.draft.head import DraftHead
 from engine.draft.loader import LoadedDraft, load_draft
+from engine.draft.network import DraftNetwork
+from engine.draft.ops import DraftOps, TorchDraftOps
 from engine.errors import ConfigError
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
@@ -23,6 +24,7 @@ from engine.model.llama import LlamaForCausalLM
 from engine.runner.calibrate import choose_device, choose_dtype, choose_num_threads
 from engine.runner.memory import plan_num_blocks
 from engine.runner.runner import ModelRunner, RunnerShape
+from engine.runner.slot_state import SlotOps, TorchSlotOps
 from engine.sampling.verify import Verify, verify
 from engine.stats import EngineFacts
 from engine.tree.library import TreeLibrary
@@ -80,7 +82,7 @@ def build_worker(config: EngineConfig) -> Worker:
 def wire_worker(
     config: EngineConfig,
     target: LlamaForCausalLM,
-    head: DraftHead | None,
+    head: DraftNetwork | None,
     library: TreeLibrary,
     origin: Origin,
     verify: Verify | None = None,
@@ -112,9 +114,8 @@ def wire_worker(
     )
     backend = create_backend(config.attention_backend, device)
     drafter = None if head is None else create_drafter(head, backend, shape)
-    runner = ModelRunner(
-        target, drafter, backend, shape, model.eos_token_ids, verify or choose_verify(device)
-    )
+    parts = (verify or choose_verify(device), choose_slot_ops(device))
+    runner = ModelRunner(target, drafter, backend, shape, model.eos_token_ids, *parts)
     return Worker(
         runner=runner,
         library=library,
@@ -148,7 +149,25 @@ def choose_verify(device: torch.device) -> Verify:
     return TritonVerify(overlap=_can_overlap(device))
 
 
-def _use_kernels(target: LlamaForCausalLM, head: DraftHead | None, device: torch.device) -> None:
+def choose_slot_ops(device: torch.device) -> SlotOps:
+    """Return the implementation of `SlotOps` for a device."""
+    if device.type != "cuda":
+        return TorchSlotOps()
+    from engine.runner.triton_slot_ops import TritonSlotOps
+
+    return TritonSlotOps(overlap=_can_overlap(device))
+
+
+def choose_draft_ops(device: torch.device) -> DraftOps:
+    """Return the implementation of `DraftOps` for a device."""
+    if device.type != "cuda":
+        return TorchDraftOps()
+    from engine.draft.triton_ops import TritonDraftOps
+
+    return TritonDraftOps(overlap=_can_overlap(device))
+
+
+def _use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: torch.device) -> None:
     """Run the networks on fused kernels."""
     from engine.layers.triton_ops import TritonOps
 
@@ -217,12 +236,12 @@ def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrar
     return library
 
 
-def create_drafter(head: DraftHead, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
+def create_drafter(head: DraftNetwork, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
     """Return a drafter for `head` with its own pages, on the head's device."""
     config, weight = head.config, head.embed_rows
     kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
     pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
-    return Drafter(head, pool, backend, shape.block_size)
+    return Drafter(head, pool, backend, shape.block_size, choose_draft_ops(weight.device))
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

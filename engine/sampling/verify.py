@@ -88,7 +88,7 @@ def _siblings(token_ids: Tensor, tree: TreeTensors, node: Tensor, depth: int) ->
     is none.
     """
     num_nodes = tree.num_nodes
-    level = tree.level_nodes[depth] if depth < tree.depth else torch.full_like(node[:, None], num_nodes)
+    level = tree.level_nodes(depth + 1) if depth < tree.depth else torch.full_like(node[:, None], num_nodes)
     legal = level.clamp(max=num_nodes - 1)
     is_child = tree.parents.gather(1, legal) == node[:, None]
     return _Siblings(

@@ -4,7 +4,7 @@ Making conversations is left to whoever calls `ShardWriter.add`; training on the
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -44,6 +44,12 @@ class Conversations:
         keep = chosen.repeat_interleave(self.lengths)
         return Conversations(self.token_ids[keep], self.is_answer[keep], self.lengths[chosen])
 
+    def clip(self, max_length: int) -> "Conversations":
+        """Return the first `max_length` tokens of each conversation."""
+        offsets = torch.arange(self.token_ids.shape[0]) - self.starts.repeat_interleave(self.lengths)
+        keep = offsets < max_length
+        return Conversations(self.token_ids[keep], self.is_answer[keep], self.lengths.clamp(max=max_length))
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (token_ids, is_answer) of each conversation."""
         lengths = self.lengths.tolist()
@@ -55,7 +61,8 @@ class ShardWriter:
     """Appends conversations to a folder; a shard appears whole or not at all.
 
     A writer on a folder that already holds shards goes on after them, so an interrupted run loses at most the
-    conversations of its unwritten shard. Use as a context manager: leaving it writes what is buffered.
+    conversations of its unwritten shard. Use as a context manager: leaving it without an error writes what is
+    buffered.
     """
 
     def __init__(self, folder: Path, shard_size: int = 1 << 22) -> None:
@@ -70,8 +77,9 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.flush()
+    def __exit__(self, error_type: type[BaseException] | None, *exc_info: object) -> None:
+        if error_type is None:
+            self.flush()
 
     def add(self, token_ids: Tensor, is_answer: Tensor) -> None:
         """Append one conversation: token_ids [n] of any integer type, is_answer [n] bool."""
@@ -84,17 +92,26 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Write the buffered conversations as a shard of their own."""
-        if not self._buffer:
-            return
-        token_ids, is_answer = zip(*self._buffer, strict=True)
-        tensors = {
-            "token_ids": torch.cat(token_ids),
-            "is_answer": torch.cat(is_answer),
-            "lengths": torch.tensor([ids.numel() for ids in token_ids]),
-        }
-        write_safetensors(self.folder / f"shard-{self._next_idx:05d}.safetensors", tensors)
-        self._next_idx += 1
-        self._buffer, self._num_buffered = [], 0
+        if self._buffer:
+            write_shard(shard_path(self.folder, self._next_idx), self._buffer)
+            self._next_idx += 1
+            self._buffer, self._num_buffered = [], 0
+
+
+def write_shard(path: Path, conversations: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write conversations (token_ids [n] int32, is_answer [n] bool) as one file, whole or not at all."""
+    token_ids, is_answer = zip(*conversations, strict=True)
+    tensors = {
+        "token_ids": torch.cat(token_ids),
+        "is_answer": torch.cat(is_answer),
+        "lengths": torch.tensor([ids.numel() for ids in token_ids]),
+    }
+    write_safetensors(path, tensors)
+
+
+def shard_path(folder: Path, shard_idx: int) -> Path:
+    """Return the place of a shard."""
+    return folder / f"shard-{shard_idx:08d}.safetensors"
 
 
 def shard_paths(folder: Path) -> list[Path]:

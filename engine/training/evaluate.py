@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.model.llama import LlamaForCausalLM
 from engine.training.dataset import Conversations
 from engine.training.packed_attention import Documents, attend_documents
@@ -21,7 +21,7 @@ from engine.training.vocab_select import invert
 from engine.tree.topology import TreeTopology
 
 OUTSIDE = 1 << 30  # the rank of a token that the draft cannot write, or that lies past the answer's end
-_CHUNK = 4096  # rows whose logits exist at a time
+_CHUNK = 1024  # rows whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def count_calls(ranks: Sequence[Sequence[int]], topology: TreeTopology) -> int:
 @torch.no_grad()
 def measure_ranks(
     target: LlamaForCausalLM,
-    head: DraftHead,
+    head: DraftNetwork,
     conversations: Conversations,
     depth: int,
     batch_tokens: int = 16384,
@@ -106,6 +106,28 @@ def measure_ranks(
             labels = draft_ids[tokens.token_ids.roll(-step - 1, 0)]
             rank = _ranks(hidden, head.head_rows, labels)
             columns.append(torch.where(is_answer & (labels >= 0), rank, OUTSIDE))
+        answers += _split_answers(torch.stack(columns, 1).cpu(), is_drafted(tokens, 0).cpu())
+    return answers
+
+
+@torch.no_grad()
+def measure_perfect_ranks(
+    target: LlamaForCausalLM, conversations: Conversations, depth: int, batch_tokens: int = 16384
+) -> list[Tensor]:
+    """Return what `measure_ranks` would for a draft that ranks tokens as the target does: a ceiling.
+
+    At temperature 0 every rank is 0; at others the target itself does not follow its best token.
+    """
+    answers: list[Tensor] = []
+    for tokens in _batches(conversations, batch_tokens, target.head_weight.device):
+        attend = attend_documents(tokens.documents, target.config.num_kv_heads)
+        hidden = target(tokens.token_ids, tokens.positions, attend).hidden
+        rank = _ranks(hidden, target.head_weight, tokens.token_ids.roll(-1, 0))
+        is_answer = torch.ones_like(tokens.is_answer)
+        columns = []
+        for step in range(depth):
+            is_answer = is_answer & is_drafted(tokens, step)
+            columns.append(torch.where(is_answer, rank.roll(-step, 0), OUTSIDE))
         answers += _split_answers(torch.stack(columns, 1).cpu(), is_drafted(tokens, 0).cpu())
     return answers
 

@@ -6,8 +6,8 @@ Training it is left to `trainer`, choosing its vocabulary to `vocab_select`.
 import torch
 from torch import Tensor
 
-from engine.draft.config import DraftConfig
-from engine.draft.head import DraftHead
+from engine.draft.config import DraftConfig, HeadStyle
+from engine.draft.network import DraftNetwork, create_network
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 
@@ -24,9 +24,14 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def default_config(
-    target: ModelConfig, draft_vocab_size: int, num_layers: int = 2, base_model_digest: str | None = None
+    target: ModelConfig,
+    draft_vocab_size: int,
+    num_layers: int = 2,
+    base_model_digest: str | None = None,
+    style: HeadStyle = "eagle3",
 ) -> DraftConfig:
     """Return the config of a head whose layers have the target's own sizes and rotary positions."""
+    is_eagle1 = style == "eagle1"
     return DraftConfig(
         num_layers=num_layers,
         hidden_size=target.hidden_size,
@@ -38,32 +43,36 @@ def default_config(
         rope_theta=target.rope_theta,
         rope_scaling=target.rope_scaling,
         max_position=target.max_position,
-        taps=default_taps(target.num_layers),
+        taps=(target.num_layers,) if is_eagle1 else default_taps(target.num_layers),
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         target_num_layers=target.num_layers,
         draft_vocab_size=draft_vocab_size,
-        is_feedback_normed=True,
+        is_feedback_normed=not is_eagle1,
         base_model_digest=base_model_digest,
+        style=style,
+        has_fc_bias=is_eagle1,
     )
 
 
 def create_head(
     config: DraftConfig, target: LlamaForCausalLM, target_ids: Tensor, num_positions: int, seed: int
-) -> DraftHead:
+) -> DraftNetwork:
     """Return a head with random weights in the target's dtype and on its device, bound to it.
 
     target_ids: [draft_vocab_size] int64. Training rows of L tokens with S draft steps need L + S positions.
     """
     assert target_ids.shape == (config.draft_vocab_size,), (target_ids.shape, config.draft_vocab_size)
     weight = target.head_weight
-    head = DraftHead(config, num_positions=num_positions, dtype=weight.dtype)
+    head = create_network(config, num_positions=num_positions, dtype=weight.dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in head.named_parameters():
             if param.dim() == 2:
                 std = _STD * (_WRITER_SHARE if name.endswith(_WRITERS) else 1.0)
                 param.copy_(torch.empty(param.shape).normal_(std=std, generator=generator))
+            elif name.endswith(".bias"):
+                param.zero_()  # torch draws it from a state that depends on the process
     head.target_ids.copy_(target_ids)
     head.to(weight.device)
     head.bind(target.embed_tokens.weight, weight)

@@ -50,14 +50,30 @@ def attend_packed(
     """Return [T, Hq, D] of q [T, Hq, D] over k, v [T, Hkv, D], causal inside each document, and over
     `diagonals`. Differentiable in every tensor.
 
-    Half precision on CUDA runs FlashAttention; elsewhere scores are dense, [Hq, T, T].
+    Half precision on CUDA runs FlashAttention; elsewhere scores are dense, [Hq, n, n] for a document of n.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         flat = (tensor for pair in diagonals for tensor in pair)
         merge = _FlashWithDiagonals.apply
         attended: Tensor = merge(documents, q, k, v, *flat)  # type: ignore[no-untyped-call]
         return attended
-    return attend_dense(q, k, v, diagonals, documents)
+    if q.is_cuda:
+        return attend_dense(q, k, v, diagonals, documents)
+    return _attend_each(q, k, v, diagonals, documents)
+
+
+def _attend_each(
+    q: Tensor, k: Tensor, v: Tensor, diagonals: Sequence[Diagonal], documents: Documents
+) -> Tensor:
+    """Run `attend_dense` on one document at a time, whose scores are few; lengths are read by the host."""
+    attended, start = [], 0
+    for length in documents.offsets.diff().tolist():
+        rows = slice(start, start + length)
+        own = [(key[rows], value[rows]) for key, value in diagonals]
+        alone = Documents(torch.tensor([0, length]), length)
+        attended.append(attend_dense(q[rows], k[rows], v[rows], own, alone))
+        start += length
+    return torch.cat(attended)
 
 
 def attend_dense(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.layers.rotary import Angles, rotate_qkv
 from engine.training.packed_attention import Diagonal, Documents, attend_packed
 
@@ -24,7 +24,7 @@ class PackedTokens:
     documents: Documents
 
 
-def unroll(head: DraftHead, tokens: PackedTokens, features: Tensor, num_steps: int) -> Iterator[Tensor]:
+def unroll(head: DraftNetwork, tokens: PackedTokens, features: Tensor, num_steps: int) -> Iterator[Tensor]:
     """Yield the hidden states [T, H] of each draft step, given the target's taps `features` [T, taps * H].
 
     Row j of step s is a draft whose root is token j: it has read tokens j .. j + s, and predicts token
@@ -33,7 +33,12 @@ def unroll(head: DraftHead, tokens: PackedTokens, features: Tensor, num_steps: i
     j + s, and sees step-0 keys up to j, then its own keys of steps 1 .. s. Rows whose tokens run past their
     document hold no meaning: mask them with `is_drafted`.
     """
-    cache = _DraftKeys(tokens.documents, head.config.num_layers, head.config.num_kv_heads)
+    documents = tokens.documents
+    if not head.config.has_first_pair:
+        # The pair at a text's first token becomes a document of its own, which no other sees.
+        positions = (tokens.positions - 1).clamp(min=0)
+        documents = Documents.from_positions(positions, documents.max_length)
+    cache = _DraftKeys(documents, head.config.num_layers, head.config.num_kv_heads)
     features = features.roll(1, 0).masked_fill((tokens.positions == 0)[:, None], 0.0)
     feature = head.fuse(features)
     for step in range(num_steps):

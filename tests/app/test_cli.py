@@ -19,7 +19,7 @@ from app.cli_bench import judge
 from app.cli_generate import Piece, pieces
 from app.cli_serve import failure_reason
 from app.tokenizer import Tokenizer
-from engine import FinishReason, IncrementalDetokenizer, SequenceDelta, StepError
+from engine import FinishReason, IncrementalDetokenizer, MeasuredProfile, SequenceDelta, StepError
 from tests.app.harness import make_facts
 from tests.app.test_bench import make_cell
 from tests.app.tiny_model import write_random_draft, write_random_model
@@ -205,22 +205,42 @@ def test_answers_that_all_agree_need_no_judge() -> None:
     identity.check()
 
 
-def test_eval_reports_acceptance_by_depth(
+def test_eval_reports_every_tree_on_the_answers_of_the_engine(
     model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"turns": ["one", "two"]}\n{"prompt": "three"}\n{"prompt": "four"}\n')
-    arguments = ["eval", *model, "--prompts", str(prompts), "--tree", "chain-3", "--max-tokens", "30"]
-    status, out, err = run([*arguments, "--json", "--limit", "2"], capsys)
+    prompts.write_text(
+        '{"turns": ["one", "two"], "category": "counting"}\n{"prompt": "three"}\n{"prompt": "four"}\n'
+    )
+    flags = ["--prompts", str(prompts), "--tree", "chain-3", "--trees", "chain-3,chain-5,tree-8"]
+    arguments = ["eval", *model, *flags, "--max-tokens", "30", "--temperatures", "0,1"]
+    profile = tmp_path / "profile.json"
+    status, out, err = run([*arguments, "--json", "--limit", "2", "--profile", str(profile)], capsys)
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert report["num_prompts"] == 2
-    assert report["tokens_per_call"] == pytest.approx(report["num_tokens"] / report["num_calls"])
-    assert report["tokens_per_call"] > 1.05, "the draft is never right: the test shows nothing"
-    depths = report["acceptance_by_depth"]
-    assert depths[0]["reached"] == report["num_calls"]
-    assert all(left["accepted"] == right["reached"] for left, right in itertools.pairwise(depths))
-    assert "tokens per call" in run(arguments, capsys)[1]
+    for evaluation in report["evaluations"]:
+        own, trees = evaluation["engine"], {row["tree"]: row for row in evaluation["trees"]}
+        assert own["num_answers"] == 3
+        assert (own["num_tokens"], own["num_calls"]) == (
+            trees["chain-3"]["num_tokens"],
+            trees["chain-3"]["num_calls"],
+        )
+        assert trees["chain-5"]["num_calls"] <= trees["chain-3"]["num_calls"]
+        assert [name for name, _ in evaluation["categories"]] == ["counting"]
+        assert all(row["low"] <= row["tokens_per_call"] <= row["high"] for row in evaluation["trees"])
+    greedy, sampled = report["evaluations"]
+    assert greedy["engine"]["tokens_per_call"] > 1.01, "the draft is never right: the test shows nothing"
+    ceilings = [row["tokens_per_call"] for row in greedy["ceiling"]]
+    assert ceilings[0] > 3.5, "a draft that ranks as the model does is always right at temperature 0"
+    assert sampled["ceiling"][0]["tokens_per_call"] < ceilings[0]
+    searched = json.loads(profile.read_text())
+    assert MeasuredProfile.load(profile).probabilities[0][0] == searched["probabilities"][0][0]
+    assert searched["counts"][0][0] == greedy["depths"][0]["accepted"][0]
+    assert [part["temperature"] for part in searched["by_temperature"]] == [0.0, 1.0]
+    text = run(arguments, capsys)[1]
+    assert "temperature 1" in text
+    assert "tree-8" in text
 
 
 def test_pull_prints_the_folder(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +266,11 @@ def test_errors_are_one_line_each(
     expect_line(failed("bench", "--synthetic", "gpt"), "llama-3.1-8b")
     expect_line(failed("bench", "--synthetic", "llama-3.1-8b", "--tokens-per-call", "9"), "chain-3")
     expect_line(failed("eval", *model, "--prompts", str(tmp_path / "no")), "cannot read")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}')
+    expect_line(failed("eval", *model, "--prompts", str(prompts), "--trees", "oak"), "oak")
+    expect_line(failed("eval", *model[:2], "--draft", "none", "--prompts", str(prompts)), "--draft")
+    expect_line(failed("eval", *model, "--prompts", str(prompts), "--max-tokens", "2000"), "context")
     expect_line(failed("serve", "--config", str(tmp_path / "no")), "cannot read")
     expect_line(
         failed("serve", *model, "--speculation", "auto", "--max-num-seqs", "4", "--port", "0"), "port"

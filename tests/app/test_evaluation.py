@@ -6,7 +6,7 @@ import pytest
 
 from app.call import Message
 from app.evaluation import REPEAT_LEN, repeats
-from app.prompt_file import read_prompts
+from app.prompt_file import Chat, read_chats
 from engine import ConfigError
 
 
@@ -31,17 +31,17 @@ def test_answer_repeats_when_a_run_of_sixteen_tokens_occurs_twice(
 def test_every_form_of_a_prompt_is_read(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(
-        '{"question_id": 81, "turns": ["first", "second"]}\n'
+        '{"question_id": 81, "category": "writing", "turns": ["first", "second"]}\n'
         "\n"
         '{"prompt": "text"}\n'
         '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}\n'
     )
-    assert read_prompts(path) == [
-        (Message("user", "first"),),
-        (Message("user", "text"),),
-        (Message("system", "s"), Message("user", "u")),
+    assert read_chats(path) == [
+        Chat((Message("user", "first"), Message("user", "second")), "writing"),
+        Chat((Message("user", "text"),)),
+        Chat((Message("system", "s"), Message("user", "u"))),
     ]
-    assert len(read_prompts(path, limit=2)) == 2
+    assert len(read_chats(path, limit=2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_bad_prompt_file_is_refused_with_its_line(tmp_path: Path, content: bytes
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=place):
-        read_prompts(path)
+        read_chats(path)

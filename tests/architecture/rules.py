@@ -43,6 +43,27 @@ PART_IMPORTS: dict[str, tuple[str, ...]] = {
 DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
     # The command line names every entry point of the repository.
     "app.cli": ("engine.training", "ops"),
+    # They drive the making of drafts, of which a server needs nothing.
+    **dict.fromkeys(
+        (
+            "app.cli_train",
+            "app.cli_draft",
+            "app.cli_synth",
+            "app.cli_eval",
+            "app.evaluation",
+            "app.training_data",
+            "app.chat_tokens",
+            "app.train_workers",
+        ),
+        (
+            "engine.training",
+            "engine.draft",
+            "engine.tree",
+            "engine.config",
+            "engine.model.config",
+            "engine.weights",
+        ),
+    ),
     # Measures single parts.
     "benchmarks": ("engine",),
 }
@@ -95,12 +116,15 @@ LIBRARY_MODULES = (
     "engine.kernels",
     "engine.layers.triton_ops",
     "engine.sampling.triton_verify",
+    "engine.draft.triton_ops",
+    "engine.runner.triton_slot_ops",
     "engine.attention.triton",
     "engine.attention.xformers",
 )
 # Modules outside `engine` that may import inside functions, and why.
 LAZY_IMPORTERS: dict[str, str] = {
     "app.cli": "a command loads only what it runs: help and bench must not wait for Ray",
+    "app.cli_train": "several workers need Ray Train, which is an extra and takes seconds to import",
     "benchmarks.tree_attention": "compares with xformers where it is installed",
     "app.cli_serve": "a bad configuration and a taken port are told before Ray starts, which takes seconds",
 }
@@ -119,11 +143,12 @@ MAX_CORE_LINES = 5000
 LONG_FUNCTIONS: dict[str, str] = {
     "engine.kernels.tree_attention:_tree_attention_kernel": "a launch is one function, half parameters",
     "engine.kernels.prefill_attention:_prefill_kernel": "a launch is one function, half parameters",
+    "engine.kernels.step_rows:_open_kernel": "a launch is one function, half parameters",
 }
 
 # What a reader must hold to change a decode step: the vocabulary, the loop, policy, and the step itself by
-# torch. Left out are the sizes of networks as they are read from files, prefill, and what one device does
-# faster.
+# torch. Left out are the sizes of networks as they are read from files, prefill, stop strings (text, judged
+# after the step), starting the process, and what one device does faster (packed weights, kernels, graphs).
 CORE = (
     *("engine.errors", "engine.config", "engine.request", "engine.batch", "engine.speculation"),
     *("engine.engine", "engine.core", "engine.async_engine", "engine.messages"),

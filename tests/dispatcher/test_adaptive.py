@@ -193,7 +193,7 @@ def test_arms_without_times_are_refused(missing):
             arms,
             H200.table,
             DEFAULT_PROFILE,
-            StaticDispatcher(SpeculationConfig(mode="off"), TreeLibrary(())),
+            StaticDispatcher(SpeculationConfig(mode="off"), (), TreeLibrary(())),
             block_size=16,
             max_num_seqs=4,
         )

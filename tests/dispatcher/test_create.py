@@ -22,7 +22,8 @@ TABLE = LatencyTable(
 
 
 def create(config, table=TABLE, library=LIBRARY):
-    return create_dispatcher(config, library, table, DEFAULT_PROFILE, block_size=16, max_num_seqs=8)
+    static = StaticDispatcher(config, config.table or (), library)
+    return create_dispatcher(config, static, library, table, DEFAULT_PROFILE, block_size=16, max_num_seqs=8)
 
 
 @pytest.mark.parametrize(

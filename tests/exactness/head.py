@@ -6,8 +6,10 @@ from engine.attention.backend import AttentionBackend
 from engine.draft.config import DraftConfig
 from engine.draft.drafter import Drafter
 from engine.draft.head import DraftHead
+from engine.draft.network import DraftNetwork
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
+from engine.runner.worker import choose_draft_ops
 from tests.exactness.tiny import CONFIG, MAX_LEN, TAPS, VOCAB, EngineShape, exact_backend, runner_shape
 
 DRAFT = DraftConfig(
@@ -33,12 +35,19 @@ DRAFT = DraftConfig(
 def build_drafter(
     shape: EngineShape, target: LlamaForCausalLM, backend: AttentionBackend | None = None
 ) -> Drafter:
-    device = target.embed_tokens.weight.device
     torch.manual_seed(3)
-    head = DraftHead(DRAFT, num_positions=MAX_LEN + 128, dtype=torch.float32).to(device)
+    head = DraftHead(DRAFT, num_positions=MAX_LEN + 128, dtype=torch.float32)
+    head.to(target.embed_tokens.weight.device)
     head.target_ids.copy_(torch.randperm(VOCAB)[: DRAFT.draft_vocab_size])
     head.requires_grad_(False).bind(target.embed_tokens.weight, target.head_weight)
+    return make_drafter(shape, head, backend)
+
+
+def make_drafter(shape: EngineShape, head: DraftNetwork, backend: AttentionBackend | None = None) -> Drafter:
+    """Return a drafter of a head that is bound to the tiny target."""
+    device, config = head.target_ids.device, head.config
     sizes = runner_shape(shape, shape.feature_window - 1)
-    kv_shape = (2, 8, torch.float32, device)
-    pool = KVPool(DRAFT.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
-    return Drafter(head, pool, backend or exact_backend(device), shape.block_size)
+    kv_shape = (config.num_kv_heads, config.head_dim, torch.float32, device)
+    pool = KVPool(config.num_layers, sizes.num_blocks, shape.block_size, *kv_shape)
+    backend = backend or exact_backend(device)
+    return Drafter(head, pool, backend, shape.block_size, choose_draft_ops(device))

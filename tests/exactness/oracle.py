@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engine.config import DraftMode
-from engine.draft.drafter import AlignWindow, DraftNoise, PromptPairs
+from engine.draft.drafter import DraftNoise, PromptPairs
+from engine.draft.ops import AlignWindow
 from engine.speculation import DraftOutput, TreeTensors
 from tests.exactness.tiny import VOCAB
 
@@ -32,9 +32,7 @@ class OracleDrafter:
     def fill(self, pairs: PromptPairs) -> None:
         self.num_filled += int((pairs.slots > 0).sum())
 
-    def draft(
-        self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
-    ) -> DraftOutput:
+    def draft(self, window: AlignWindow, tree: TreeTensors, noise: DraftNoise, draft: DraftOutput) -> None:
         rows = zip(
             noise.seed.tolist(),
             window.positions[:, -1].tolist(),
@@ -42,7 +40,7 @@ class OracleDrafter:
             strict=True,
         )
         drafted = [self._draft_row(row, tree, *state) for row, state in enumerate(rows)]
-        return DraftOutput(torch.tensor(drafted, device=tree.parents.device))
+        draft.token_ids.copy_(torch.tensor(drafted))
 
     def _draft_row(self, row: int, tree: TreeTensors, seed: int, root_position: int, root: int) -> list[int]:
         text = self.texts[seed]

@@ -28,7 +28,7 @@ class AtRandom(StaticDispatcher):
     """Chooses any arm at any step, and keeps what it is told."""
 
     def __init__(self, seed: int, arms: tuple[str, ...] = ARMS) -> None:
-        super().__init__(SpeculationConfig(mode="off"), LIBRARY)
+        super().__init__(SpeculationConfig(mode="off"), (), LIBRARY)
         self._source, self._arms = random.Random(seed), arms
         self.seen = []
 
@@ -80,8 +80,9 @@ def test_the_dispatcher_that_learns_changes_no_token(sampling):
     trees = [LIBRARY.get(name) for name in ARMS]
     plan = CalibrationPlan(batches=(1, 4, 8), contexts=(64,))
     table = calibrate(trees, plan, time_step, lambda batch: 0.0)
+    static = StaticDispatcher(SpeculationConfig(), (), LIBRARY)
     dispatcher = create_dispatcher(
-        SpeculationConfig(table=()), LIBRARY, table, DEFAULT_PROFILE, block_size=4, max_num_seqs=8
+        SpeculationConfig(), static, LIBRARY, table, DEFAULT_PROFILE, block_size=4, max_num_seqs=8
     )
     engine = drafting_engine(dispatcher)
     assert run(engine, asked) == plain

@@ -39,10 +39,9 @@ class Watched:
             self.windows.append((int((pairs.slots > 0).sum()), int(pairs.layout.window_starts[0])))
             fill(pairs)
 
-        def watch_draft(*args):
-            output = draft(*args)
+        def watch_draft(window, tree, noise, output):
+            draft(window, tree, noise, output)
             self.drafts.append(output.token_ids.tolist())
-            return output
 
         self.drafter._align, self.drafter.draft, self.drafter.fill = watch_window, watch_draft, watch_pairs
 

@@ -81,12 +81,12 @@ def draft_tree(seed: Tensor, topology: TreeTopology, is_sampled: bool) -> Tensor
 def repeated_tree(topology: TreeTopology, num_rows: int) -> TreeTensors:
     tree = TreeTensors.build((topology,), topology.num_nodes, torch.device("cpu"))
     fields = {
-        name: getattr(tree, name) for name in ("parents", "depths", "ranks", "ancestor_bits", "is_node")
+        name: getattr(tree, name)
+        for name in ("parents", "depths", "ranks", "ancestor_bits", "is_node", "columns")
     }
     return dataclasses.replace(
         tree,
         **{name: table.expand(num_rows, -1) for name, table in fields.items()},
-        level_nodes=tuple(level.expand(num_rows, -1) for level in tree.level_nodes),
     )
 
 

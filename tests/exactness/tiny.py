@@ -15,6 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 from engine.request import Request, SamplingParams
 from engine.runner.runner import ModelRunner, RunnerShape
+from engine.runner.worker import choose_slot_ops
 from engine.stats import EngineFacts
 from engine.tree.library import TreeLibrary
 
@@ -97,8 +98,10 @@ def build_engine(
         speculation=speculation,
     )
     library = TreeLibrary.search(max_depth=shape.feature_window - 1 if drafter else 0)
-    backend = backend or exact_backend(target.embed_tokens.weight.device)
-    runner = runner_type(target, drafter, backend, runner_shape(shape, library.max_depth), (EOS,))
+    device = target.embed_tokens.weight.device
+    backend = backend or exact_backend(device)
+    sizes = runner_shape(shape, library.max_depth)
+    runner = runner_type(target, drafter, backend, sizes, (EOS,), slot_ops=choose_slot_ops(device))
     facts = EngineFacts(
         model_name="tiny",
         model_folder="",

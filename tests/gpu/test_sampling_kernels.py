@@ -20,7 +20,7 @@ from tests.sampling.laws import law_p_value
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-from engine.kernels.gumbel import random_words  # noqa: E402
+from engine.kernels.gumbel import gumbel, gumbel_bound, random_words  # noqa: E402
 from engine.kernels.sampling import verify_drafts  # noqa: E402
 from engine.kernels.topk import top_k  # noqa: E402
 from engine.sampling.triton_verify import TritonVerify  # noqa: E402
@@ -160,10 +160,8 @@ def test_rows_do_not_depend_on_their_batch() -> None:
             cuts = {name: item[only] for name, item in fields.items() if isinstance(item, Tensor)}
             return dataclasses.replace(value, **cuts)
 
-        level_nodes = tuple(nodes[only] for nodes in tree.level_nodes)
-        row_tree = dataclasses.replace(cut(tree), level_nodes=level_nodes)
         alone = verify_drafts(
-            *(logits[only], cut(draft), row_tree, cut(sampling), positions[only]),
+            *(logits[only], cut(draft), cut(tree), cut(sampling), positions[only]),
             stream=Stream.TARGET,
             overlap=OVERLAP,
         )
@@ -244,6 +242,27 @@ def test_words_equal_those_of_the_plain_form(position: int, seed: int, stream: S
     counter = (torch.arange(256), word(stream), word(position), word(position >> 32))
     expected = torch.stack(philox(counter, (word(seed), word(seed >> 32))), 1)
     assert torch.equal(words.cpu(), expected)
+
+
+@triton.jit
+def _gumbel_kernel(v_ptr, noise_ptr, bound_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    idx = tl.arange(0, BLOCK)
+    v = tl.load(v_ptr + idx)
+    tl.store(noise_ptr + idx, gumbel(v))
+    tl.store(bound_ptr + idx, gumbel_bound(v))
+
+
+def test_noise_is_exact_and_under_its_bound() -> None:
+    words = torch.randint(0, 2**32, (4096,), generator=torch.Generator().manual_seed(1))
+    words[:40] = torch.cat((torch.arange(8), 2 ** torch.arange(4, 28), 2**32 - 2 ** torch.arange(8)))
+    v = ((words.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24).to(DEVICE)
+    noise, bound = torch.empty_like(v), torch.empty_like(v)
+    _gumbel_kernel[(1,)](v, noise, bound, BLOCK=4096)
+    exact = -(-torch.log1p(-v.double())).log()
+    torch.testing.assert_close(noise.double(), exact, rtol=3e-7, atol=3e-7)
+    assert (bound >= noise).all()
+    # Tight where draws are won.
+    assert (bound - noise)[v < 1e-3].max() < 0.07
 
 
 @needs_gpu

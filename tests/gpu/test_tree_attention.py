@@ -150,17 +150,17 @@ def test_a_window_that_all_nodes_share_by_stride():
     assert_right(replace(problem, layout=replace(layout, prefix_start=start, prefix_end=end)))
 
 
-# block_m, block_n, slices, warps, stages, registers, slots, min_tiles, idle_percent
+# block_m, block_n, warps, stages, registers, slots, min_tiles, idle_percent
 CONFIGS = [
-    TreeConfig(16, 64, 4, 4, 4, None, 7, 1, 55),
-    TreeConfig(16, 32, 2, 2, 3, None, 5, 2, 100),
-    TreeConfig(16, 64, 1, 4, 3, None, 1, 1, 55),
-    TreeConfig(32, 64, 1, 4, 3, None, 40, 1, 55),
-    TreeConfig(32, 128, 8, 8, 2, None, 3, 1, 55),
-    TreeConfig(64, 64, 1, 4, 2, 168, 6, 1, 55),
-    TreeConfig(64, 64, 1, 4, 2, None, 0, 1, 55),
-    TreeConfig(16, 64, 4, 4, 2, None, 0, 1, 55),
-    TreeConfig(128, 64, 1, 8, 2, None, 2, 9, 100),
+    TreeConfig(16, 64, 4, 4, None, 7, 1, 55),
+    TreeConfig(16, 32, 2, 3, None, 5, 2, 100),
+    TreeConfig(16, 64, 4, 3, None, 1, 1, 55),
+    TreeConfig(32, 64, 4, 3, None, 40, 1, 55),
+    TreeConfig(32, 128, 8, 2, None, 3, 1, 55),
+    TreeConfig(64, 64, 4, 2, 168, 6, 1, 55),
+    TreeConfig(64, 64, 4, 2, None, 0, 1, 55),
+    TreeConfig(16, 64, 4, 2, None, 0, 1, 55),
+    TreeConfig(128, 64, 8, 2, None, 2, 9, 100),
 ]
 
 

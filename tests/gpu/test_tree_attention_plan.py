@@ -13,7 +13,7 @@ from engine.kernels.tree_attention_plan import make_plan
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONFIG = TreeConfig(16, 64, 4, 4, 4, None, num_slots=33, min_tiles=2, idle_percent=55)
+CONFIG = TreeConfig(16, 64, 4, 4, None, num_slots=33, min_tiles=2, idle_percent=55)
 TILE = CONFIG.block_n
 
 

@@ -26,15 +26,6 @@ def test_a_layer_is_seen_row_by_row():
     assert torch.equal(v, scratch.v[2].view(3, 2, NUM_KV_HEADS, HEAD_DIM))
 
 
-def test_a_cleared_scratch_holds_zeros():
-    scratch = make_pool().scratch(6)
-    scratch.k.fill_(torch.nan)
-    scratch.v.fill_(torch.nan)
-    assert scratch.zero_() is scratch
-    assert not scratch.k.any()
-    assert not scratch.v.any()
-
-
 def test_rows_of_the_pages_are_slots():
     pool = make_pool()
     k, v = pool.rows(1)

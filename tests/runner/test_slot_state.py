@@ -11,10 +11,12 @@ import torch
 from engine.batch import Admission, BlockGrowth, PrefillChunk
 from engine.request import SamplingParams
 from engine.runner.slot_state import SlotState
+from engine.runner.step_rows import StepRows
 from engine.sampling.warp import warp
-from engine.speculation import SamplingFlags, Verification
+from engine.speculation import SamplingFlags, TreeTensors, Verification
+from engine.tree.topology import chain
 
-VOCAB, WINDOW, FEATURES, EOS = 31, 6, 3, (5, 6)
+VOCAB, WINDOW, FEATURES, EOS, BLOCK_SIZE = 31, 6, 3, (5, 6), 4
 NEUTRAL = SamplingParams()
 EVERYTHING = SamplingParams(
     temperature=0.7,
@@ -56,26 +58,46 @@ def features(slot: int, positions) -> torch.Tensor:
     return torch.tensor([feature(slot, position) for position in positions]).reshape(-1, FEATURES)
 
 
+def opened(state: SlotState, slots: list[int]) -> StepRows:
+    """Return the rows of a step over chains of one draft."""
+    tree = TreeTensors.build((chain(1),) * len(slots), 2, torch.device("cpu"))
+    rows = StepRows.empty(tree, state.block_tables.shape[1], None)
+    state.open(torch.tensor(slots), tree, rows)
+    assert rows.positions.tolist() == [[int(state.seq_len[s]), int(state.seq_len[s]) + 1] for s in slots]
+    assert rows.draft.token_ids.tolist() == [[int(state.root_token[s]), -1] for s in slots]
+    return rows
+
+
 def emit(state: SlotState, slots: list[int], emitted: list[list[int]], is_penalized: bool = False) -> None:
     """Commit one step in which every slot of `slots` emits the given tokens."""
     depth = max(map(len, emitted))
     padded = torch.tensor([tokens + [-1] * (depth - len(tokens)) for tokens in emitted])
     num_accepted = torch.tensor([len(tokens) - 1 for tokens in emitted])
     verification = Verification(
-        path=torch.zeros(
-            len(slots), depth, dtype=torch.int64
-        ),  # the runner gathers by it, the state does not
+        path=torch.arange(depth).expand(len(slots), -1).minimum(num_accepted[:, None]),
         num_accepted=num_accepted,
         next_token=torch.tensor([tokens[-1] for tokens in emitted]),
         token_ids=padded,
         is_finite=torch.ones(len(slots), dtype=torch.bool),
     )
     roots = [int(state.seq_len[slot]) for slot in slots]
-    garbage = 7e7  # what padding of a path carries
-    along = torch.full((len(slots), depth, FEATURES), garbage)
+    garbage = 7e7  # what other nodes carry
+    of_nodes = torch.full((len(slots), depth + 1, FEATURES), garbage)
     for row, (slot, root, tokens) in enumerate(zip(slots, roots, emitted, strict=True)):
-        along[row, : len(tokens)] = features(slot, range(root, root + len(tokens)))
-    state.commit(torch.tensor(slots), verification, along, is_penalized)
+        of_nodes[row, : len(tokens)] = features(slot, range(root, root + len(tokens)))
+    rows = opened(state, slots)
+    committed = state.commit(torch.tensor(slots), rows, verification, of_nodes, BLOCK_SIZE, is_penalized)
+    for row, (root, tokens) in enumerate(zip(roots, emitted, strict=True)):
+        pads = [0] * (depth - len(tokens))
+        table = rows.block_tables[row].tolist()
+        places = [
+            table[min(position // BLOCK_SIZE, len(table) - 1)] * BLOCK_SIZE + position % BLOCK_SIZE
+            for position in range(root, root + len(tokens))
+        ]
+        assert committed.pool_slots.view(len(slots), -1)[row].tolist() == places + pads
+        kept = committed.scratch_rows.view(len(slots), -1)[row, : len(tokens)]
+        assert kept.tolist() == [row * (depth + 1) + node for node in range(len(tokens))]
+        assert committed.answer[row].tolist() == tokens + [-1] * len(pads) + [1]
 
 
 @dataclass
@@ -117,7 +139,10 @@ class Walk:
 
     def draft(self, slots: list[int]) -> None:
         width = min(max(self.texts[slot].num_pending for slot in slots), WINDOW)
-        window = self.state.align_window(torch.tensor(slots), width, torch.zeros(len(slots), 8).long())
+        tree = TreeTensors.build((chain(1),) * len(slots), 2, torch.device("cpu"))
+        rows = StepRows.empty(tree, 8, None)
+        window = self.state.align(torch.tensor(slots), tree, rows, width)
+        assert rows.root_positions.tolist() == [self.texts[slot].root for slot in slots]
         for row, slot in enumerate(slots):
             text = self.texts[slot]
             first = max(text.draft_len, text.root + 1 - width)
@@ -169,9 +194,8 @@ def test_windows_hold_the_true_pairs_after_any_steps(seed):
 
 
 def warped(state: SlotState, slots: list[int], params: list[SamplingParams], logits: torch.Tensor):
-    sampling = state.sampling(
-        torch.tensor(slots), functools.reduce(operator.or_, map(SamplingFlags.of, params))
-    )
+    flags = functools.reduce(operator.or_, map(SamplingFlags.of, params))
+    sampling = state.sampling(torch.tensor(slots), opened(state, slots), flags)
     return warp(logits, sampling, sampling.output_counts, state.seq_len[slots] + 1), sampling
 
 
@@ -233,7 +257,7 @@ def test_a_row_that_asks_for_nothing_costs_nothing():
     state = make_state()
     state.admit([admission(1, (1, 2))], EOS)
     greedy = SamplingParams(temperature=0.0, top_p=0.5)
-    sampling = state.sampling(torch.tensor([1]), SamplingFlags.of(greedy))
+    sampling = state.sampling(torch.tensor([1]), opened(state, [1]), SamplingFlags.of(greedy))
     flags = ("is_sampled", "is_truncated", "is_penalized", "is_biased", "has_min_tokens")
     assert not any(getattr(sampling, name) for name in flags)
     assert sampling.output_counts.shape == (1, 0)

@@ -1,12 +1,14 @@
-import json
-
 import pytest
 import torch
 
 from engine.errors import ConfigError, TrainingError
+from engine.training.checkpoint import checkpoint_paths
 from engine.training.dataset import pack
 from engine.training.losses import LossWeights
-from engine.training.trainer import Trainer, TrainingConfig, checkpoint_paths
+from engine.training.online import Objective
+from engine.training.train_log import read_log
+from engine.training.trainer import Trainer, TrainingConfig
+from engine.training.unroll import is_drafted
 from tests.training.cases import conversations, tiny_head, tiny_target
 
 ROWS = pack(conversations([9, 14, 20, 6, 11, 17, 8, 24]), 24)
@@ -16,7 +18,7 @@ def config(**changes):
     settings = {
         "num_steps": 6,
         "batch_rows": 2,
-        "unroll_steps": 3,
+        "objective": Objective(unroll_steps=3),
         "warmup_steps": 1,
         "learning_rate": 3e-3,
         "log_every": 2,
@@ -30,18 +32,16 @@ def trainer(folder, **changes):
     return Trainer(target, tiny_head(target), ROWS, config(**changes), folder)
 
 
-def log_entries(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
 def test_training_lowers_the_loss_and_touches_only_the_head(tmp_path):
     run = trainer(tmp_path, num_steps=24, checkpoint_every=24)
-    before = {name: value.clone() for name, value in run.target.state_dict().items()}
+    before = {name: value.clone() for name, value in run._distillation.target.state_dict().items()}
     embedding = run.head.embed_rows.clone()
     run.train()
-    entries = log_entries(tmp_path)
+    entries = read_log(tmp_path)
     assert entries[-1]["loss"] < 0.9 * entries[0]["loss"]
-    assert all(torch.equal(before[name], value) for name, value in run.target.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in run._distillation.target.state_dict().items()
+    )
     assert torch.equal(run.head.embed_rows, embedding)
     assert all(0.0 <= share <= 1.0 for entry in entries for share in entry["acceptance"])
 
@@ -80,8 +80,8 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_earlier_checkpoint(tmp_p
 def test_only_the_newest_checkpoints_stay(tmp_path):
     trainer(tmp_path, checkpoint_every=1).train()
     assert [path.name for path in checkpoint_paths(tmp_path)] == [
-        "checkpoint-0000005.pt",
-        "checkpoint-0000006.pt",
+        "checkpoint-0000005.safetensors",
+        "checkpoint-0000006.safetensors",
     ]
 
 
@@ -107,7 +107,7 @@ def test_the_rate_rises_then_falls_to_its_final_share():
 
 def test_the_feature_loss_changes_the_gradient(tmp_path):
     plain, featured = (
-        trainer(tmp_path / name, losses=LossWeights(*weights))
+        trainer(tmp_path / name, objective=Objective(losses=LossWeights(*weights)))
         for name, weights in (("plain", (1.0, 0.0)), ("featured", (0.1, 1.0)))
     )
     plain.train_step()
@@ -117,10 +117,13 @@ def test_the_feature_loss_changes_the_gradient(tmp_path):
 
 def test_rows_whose_path_left_every_tree_are_not_trained(tmp_path):
     """With one rank allowed, a deep step learns only where all earlier drafts were the best."""
-    strict, loose = (trainer(tmp_path / str(rank), max_parent_rank=rank) for rank in (1, 1000))
+    strict, loose = (
+        trainer(tmp_path / str(rank), objective=Objective(max_parent_rank=rank)) for rank in (1, 1000)
+    )
     losses = []
     for run in (strict, loose):
-        loss, survivors = run._loss(run._batch())
+        tokens, noise_seeds = run._batch()
+        loss, survivors = run._distillation.loss(tokens, is_drafted(tokens, 0).sum(), noise_seeds)
         losses.append(float(loss.detach()))
         assert survivors[0] > survivors[-1] >= 0
     assert losses[0] < losses[1]
