@@ -11,22 +11,22 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from app.bench_prompts import QUESTIONS
 from app.call import Message
-from app.config import EngineSection, SpeculationSection
 from app.local_model import LocalModel
 from app.machine import describe_machine
 from app.offline import run_to_end
-from engine import Engine, MeasuredProfile, Request, SamplingParams
-from engine.config import DraftMode, DTypeName
+from engine import Engine, EngineConfig, MeasuredProfile, Request, SamplingParams
+from engine.config import DTypeName
 from engine.dispatcher.arms import select_arms
 from engine.dispatcher.calibration import CalibrationPlan, calibrate
 from engine.dispatcher.latency import LatencyTable
-from engine.draft.drafter import AlignWindow, DraftNoise, TreeDrafter
+from engine.draft.drafter import DraftNoise, PromptPairs, TreeDrafter
+from engine.draft.ops import AlignWindow
 from engine.engine import assemble_engine
 from engine.runner.worker import Worker, build_worker
 from engine.speculation import DraftOutput, TreeTensors
@@ -47,24 +47,19 @@ class WorseDrafter:
         self._drafter = drafter
         self.share = 0.0
 
-    def fill(self, window: AlignWindow) -> None:
-        self._drafter.fill(window)
+    def fill(self, pairs: PromptPairs) -> None:
+        self._drafter.fill(pairs)
 
-    def draft(
-        self, window: AlignWindow, tree: TreeTensors, mode: DraftMode, noise: DraftNoise, vocab_size: int
-    ) -> DraftOutput:
-        output = self._drafter.draft(window, tree, mode, noise, vocab_size)
+    def draft(self, window: AlignWindow, tree: TreeTensors, noise: DraftNoise, draft: DraftOutput) -> None:
+        self._drafter.draft(window, tree, noise, draft)
         positions = window.positions[:, -1:] + tree.depths
-        token_ids = self._spoil(output.token_ids, positions, vocab_size)
-        token_ids[:, 0] = output.token_ids[:, 0]
-        children = output.children
-        if children is not None:
-            children = self._spoil(children, positions[:, :, None] + 1, vocab_size)
-        return replace(output, token_ids=token_ids, children=children)
+        draft.token_ids[:, 1:] = self._spoil(draft.token_ids, positions)[:, 1:]
+        if draft.children is not None:
+            draft.children.copy_(self._spoil(draft.children, positions[:, :, None] + 1))
 
-    def _spoil(self, token_ids: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def _spoil(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         is_spoilt = (token_ids * 7919 + positions * 104729) % 1000 < 1000 * self.share
-        return torch.where(is_spoilt & (token_ids >= 0), (token_ids + 1) % vocab_size, token_ids)
+        return torch.where(is_spoilt & (token_ids >= 0), (token_ids - 1).clamp(min=0), token_ids)
 
 
 def main() -> int:
@@ -81,7 +76,9 @@ def main() -> int:
     print(table.to_json(), file=sys.stderr)
     trees = select_arms([worker.library.get(name) for name in table.names], profile, table)
     fixed = assemble_engine(model.config, worker.runner, worker.library, worker.facts)
-    adaptive = assemble_engine(model.config, worker.runner, worker.library, worker.facts, table, profile)
+    adaptive = assemble_engine(
+        model.config, worker.runner, worker.library, worker.facts, latency=table, profile=profile
+    )
     prompts = [model.encode_chat([Message("user", question)]) for question in QUESTIONS]
     cells = []
     for name, share in SHARES.items():
@@ -100,13 +97,8 @@ def main() -> int:
 
 def _load(dtype: DTypeName, batch: int) -> tuple[LocalModel, Worker, WorseDrafter]:
     """Return the shipped model and draft, whose drafts can be spoilt. Nothing is shared between rounds."""
-    sizes = EngineSection(
-        dtype=dtype,
-        max_num_seqs=batch,
-        enable_prefix_cache=False,
-        speculation=SpeculationSection(table=()),
-    )
-    model = LocalModel.open("smollm2", "auto", sizes)
+    sizes = EngineConfig(Path(), dtype=dtype, max_num_seqs=batch, enable_prefix_cache=False)
+    model = LocalModel.open(sizes, "smollm2", "auto")
     worker = build_worker(model.config)
     runner = worker.runner
     assert runner._drafter is not None  # noqa: SLF001 - a benchmark's own seam

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.dispatcher_world import Process, SimulatedRow, World, stats_of
-from engine.batch import Load, StepStats
+from engine.batch import Load
 from engine.config import SpeculationConfig
 from engine.dispatcher.acceptance import PRIOR_STRENGTH
 from engine.dispatcher.adaptive import AdaptiveDispatcher
@@ -19,6 +19,7 @@ from engine.dispatcher.latency import PLAIN, LatencyTable
 from engine.dispatcher.static import StaticDispatcher
 from engine.request import SamplingParams
 from engine.row_kind import RowKind
+from engine.step_stats import StepStats
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from engine.batch import NUM_RANKS, RowStats
+from engine.batch import NUM_RANKS
 from engine.dispatcher.latency import ArmTimes, LatencyTable
 from engine.dispatcher.posterior import tilt
 from engine.row_kind import RowKind
+from engine.step_stats import RowStats
 from engine.tree.library import DEFAULT_PROFILE
 from engine.tree.search import Profile, acceptance_length, search
 from engine.tree.topology import TreeTopology, chain, root_only
@@ -248,7 +249,7 @@ def _walk(ranks: Sequence[int], tree: TreeTopology) -> Verdict:
 
 def stats_of(row: SimulatedRow, tree: TreeTopology, verdict: Verdict) -> RowStats:
     ranks, next_rank = verdict
-    return RowStats(tree, len(ranks), ranks, next_rank, row.kind, row.sequence_idx)
+    return RowStats(tree, len(ranks), ranks, next_rank, kind=row.kind, sequence_idx=row.sequence_idx)
 
 
 def scaled(profile: Profile, lean: float) -> Profile:

@@ -12,10 +12,9 @@ import torch
 
 from app.bench_prompts import QUESTIONS
 from app.call import Message
-from app.config import EngineSection
 from app.local_model import LocalModel
 from app.offline import run_to_end
-from engine import Request, SamplingParams
+from engine import EngineConfig, Request, SamplingParams
 from engine.batch import NUM_RANKS
 from engine.draft.loader import load_draft
 from engine.model.config import ModelConfig
@@ -31,7 +30,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=int, default=160, help="tokens per answer")
     options = parser.parse_args()
-    model = LocalModel.open("smollm2", "auto", EngineSection(max_num_seqs=len(QUESTIONS)))
+    model = LocalModel.open(EngineConfig(Path(), max_num_seqs=len(QUESTIONS)), "smollm2", "auto")
     prompts = [model.encode_chat([Message("user", question)]) for question in QUESTIONS]
     params = SamplingParams(temperature=0.0, max_tokens=options.tokens)
     requests = [Request(str(idx), prompt, params) for idx, prompt in enumerate(prompts)]

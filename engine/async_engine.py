@@ -96,9 +96,7 @@ class AsyncEngine:
         return stats
 
     def switch_speculation(self, mode: str) -> None:
-        """Let the core use another speculation mode from its next step on: "auto", "table", or a tree. Raises
-        `ConfigError` for a tree that it does not have.
-        """
+        """Let the core use another mode from its next step on. Raises `ConfigError` for an unknown tree."""
         self._check_core()
         if mode not in ("auto", "table", *self.facts.trees):
             raise ConfigError(f"no tree is called {mode!r}: there are {', '.join(self.facts.trees)}")

@@ -105,8 +105,8 @@ class RowResult:
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
     `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `path`
-    holds the node ids of the accepted drafts. `next_rank` is the rank of the last token among the draft's
-    best `num_ranks` at the node it was drawn at, `num_ranks` for none of them, and None where nobody looked.
+    holds the node ids of the accepted drafts. `next_rank` is the last token's among the draft's best
+    `num_ranks` at its node, `num_ranks` for none of them; None where nobody looked.
     """
 
     token_ids: tuple[int, ...]
@@ -159,30 +159,3 @@ class Load:
     num_waiting: int
     num_free_blocks: int
     num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowStats:
-    """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them, and
-    `path_ranks` are their ranks from the root down. `next_rank` and `num_ranks` are those of `RowResult`;
-    `kind` and `sequence_idx` are those of `DecodeRow`.
-    """
-
-    topology: TreeTopology
-    num_accepted: int
-    path_ranks: tuple[int, ...] = ()
-    next_rank: int | None = None
-    num_ranks: int = NUM_RANKS
-    kind: RowKind = ANY_KIND
-    sequence_idx: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What a collected step did and cost: the dispatcher's evidence. `load` is what it was chosen by."""
-
-    step_idx: int
-    load: Load
-    rows: tuple[RowStats, ...]
-    num_prefill_tokens: int
-    seconds: float

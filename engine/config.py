@@ -25,10 +25,9 @@ class SpeculationConfig:
     `mode` is "auto" (the dispatcher picks by measured costs and live acceptance, or, where nothing was
     measured, by `table`), "table", "off", or one tree name for every step. `table` is the static choice:
     (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly. None is
-    the table of the device. `max_step_seconds` bars trees whose steps are expected to last longer, for
-    the sake of the time between tokens; plain decoding is never barred. `draft_mode` "greedy" takes the top
-    children (output identical to plain decoding for a seed); "sampled" draws them without replacement (the
-    output law is identical, single tokens are not).
+    the table of the device. `max_step_seconds` bars trees whose steps are expected to last longer.
+    `draft_mode` "greedy" takes the top children (output identical to plain decoding for a seed); "sampled"
+    draws them without replacement (the output law is identical, single tokens are not).
     """
 
     mode: str = "auto"

@@ -1,13 +1,13 @@
 """Counting what an engine did. What the numbers mean is said in `stats`."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.batch import Load, SequenceDelta, StepStats
-from engine.dispatch_stats import DispatchStats
+from engine.batch import Load, SequenceDelta
 from engine.kvcache.block_pool import BlockCounts
 from engine.request import FinishReason
 from engine.stats import EngineStats
+from engine.step_stats import StepStats
 
 
 @dataclass(slots=True)
@@ -28,19 +28,12 @@ class Counters:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     steps_by_tree: Counter[str] = field(default_factory=Counter)
     step_seconds: float = 0.0
-    tokens_by_tree: Counter[str] = field(default_factory=Counter)
-    seconds_by_tree: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def observe(self, stats: StepStats, deltas: tuple[SequenceDelta, ...]) -> None:
         """Count one collected step and what its sequences kept of it."""
         self.num_steps += 1
         self.step_seconds += stats.seconds
-        trees = Counter(row.topology for row in stats.rows)
-        if len(trees) == 1 and not stats.num_prefill_tokens:
-            name = stats.rows[0].topology.name
-            self.tokens_by_tree[name] += sum([row.num_accepted + 1 for row in stats.rows])
-            self.seconds_by_tree[name] += stats.seconds
-        for tree, num_rows in trees.items():
+        for tree, num_rows in Counter(row.topology for row in stats.rows).items():
             self.num_drafts += num_rows * (tree.num_drafts > 0)
             self.num_drafted += num_rows * tree.num_drafts
             self.steps_by_tree[tree.name] += num_rows
@@ -65,9 +58,7 @@ class Counters:
                 self.num_finished += 1
         self.num_prefix_hit_tokens += num_prefix_hits
 
-    def snapshot(
-        self, load: Load, blocks: BlockCounts, num_preemptions: int, dispatch: DispatchStats
-    ) -> EngineStats:
+    def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
         """Return the totals beside the gauges of now."""
         deepest = max(self.accepted_by_depth, default=-1)
         return EngineStats(
@@ -91,7 +82,4 @@ class Counters:
             accepted_by_depth=tuple(self.accepted_by_depth[depth] for depth in range(deepest + 1)),
             steps_by_tree=tuple(sorted(self.steps_by_tree.items())),
             step_seconds=self.step_seconds,
-            tokens_by_tree=tuple(sorted(self.tokens_by_tree.items())),
-            seconds_by_tree=tuple(sorted(self.seconds_by_tree.items())),
-            dispatch=dispatch,
         )

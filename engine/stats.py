@@ -44,8 +44,7 @@ class EngineStats:
     name, a row once per step. num_drafts counts (sequence, step) pairs that drafted, num_drafted their draft
     tokens; these and steps_by_tree include the last step in flight of a sequence that turned out to have
     ended. num_finished leaves out aborted and failed sequences, but holds those ended by a stop string.
-    step_seconds is device time. tokens_by_tree and seconds_by_tree count steps in which every row ran that
-    tree and no prompt ran: their ratio is the realised tokens per second of an arm.
+    step_seconds is device time.
     """
 
     num_running: int
@@ -68,8 +67,6 @@ class EngineStats:
     accepted_by_depth: tuple[int, ...]
     steps_by_tree: tuple[tuple[str, int], ...]
     step_seconds: float
-    tokens_by_tree: tuple[tuple[str, int], ...] = ()
-    seconds_by_tree: tuple[tuple[str, float], ...] = ()
     dispatch: DispatchStats = NOT_CHOSEN
 
     @property

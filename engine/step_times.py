@@ -105,4 +105,4 @@ class StepTimes:
 
 
 def _seconds(stats: EngineStats, name: str) -> float:
-    return dict(stats.seconds_by_tree).get(name, 0.0)
+    return next((total.seconds for total in stats.dispatch.totals if total.name == name), 0.0)

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.batch import NUM_RANKS, RowStats
+from engine.batch import NUM_RANKS
 from engine.dispatcher.change import ChangeDetector
 from engine.dispatcher.evidence import NUM_DEPTHS, Counts, Outcome, outcomes_of, row_key
 from engine.dispatcher.posterior import Estimate, estimate, tilt, variance_of_tokens
 from engine.row_kind import RowKind
+from engine.step_stats import RowStats
 from engine.tree.search import Profile, acceptance_length
 from engine.tree.topology import TreeTopology
 

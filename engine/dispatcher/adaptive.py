@@ -6,8 +6,9 @@ Deterministic given its history. The rules of the choice are in `control`; it on
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
-from engine.batch import Load, StepStats
+from engine.batch import Load
 from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
 from engine.dispatcher.acceptance import PRIOR_STRENGTH, AcceptanceModel
 from engine.dispatcher.arms import reach
@@ -17,8 +18,10 @@ from engine.dispatcher.latency import PLAIN, UNREACHABLE, LatencyTable
 from engine.dispatcher.probes import Probe, Prober
 from engine.dispatcher.state import DispatchState
 from engine.dispatcher.static import StaticDispatcher
+from engine.dispatcher.totals import ArmTotals
 from engine.dispatcher.watchdog import Watchdog
 from engine.errors import ConfigError
+from engine.step_stats import StepStats
 from engine.tree.search import Profile
 from engine.tree.topology import TreeTopology
 
@@ -60,6 +63,7 @@ class AdaptiveDispatcher:
         self._acceptance = AcceptanceModel(prior, prior_strength)
         self._latency = LatencyModel(table)
         self._watchdog = Watchdog()
+        self._totals = ArmTotals()
         self._prober = Prober()
         self._probe: Probe | None = None
         self._num_probe_steps = 0
@@ -92,7 +96,7 @@ class AdaptiveDispatcher:
 
     def stats(self) -> DispatchStats:
         if self._is_fixed:
-            return self._fixed.stats()
+            return replace(self._fixed.stats(), totals=self._totals.all())
         state = self._state
         if state is None:
             return NOT_CHOSEN
@@ -107,6 +111,7 @@ class AdaptiveDispatcher:
             num_alarms=self._acceptance.num_alarms,
             num_trips=self._watchdog.num_trips,
             state=state.to_json(),
+            totals=self._totals.all(),
         )
 
     def choose(self, load: Load) -> TreeTopology:
@@ -131,9 +136,9 @@ class AdaptiveDispatcher:
         if self._acceptance.observe(stats.rows, threshold):
             self._is_urgent = self._is_broken = True
             self._prober.hurry()
-        names = {row.topology.name for row in stats.rows}
-        if len(names) == 1 and not stats.num_prefill_tokens:
-            self._observe_time(names.pop(), stats)
+        name = self._totals.observe(stats)
+        if name is not None:
+            self._observe_time(name, stats)
         self._num_plain_run = 0 if stats.rows[0].topology.num_drafts else self._num_plain_run + 1
 
     def _note_load(self, batch: int) -> bool:

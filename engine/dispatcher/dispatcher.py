@@ -5,8 +5,9 @@ Deterministic given its history; measuring time and moving tensors are left to t
 
 from typing import Protocol
 
-from engine.batch import Load, StepStats
+from engine.batch import Load
 from engine.dispatch_stats import DispatchStats
+from engine.step_stats import StepStats
 from engine.tree.topology import TreeTopology
 
 

@@ -6,7 +6,8 @@ What the counts mean for a tree is left to `acceptance`.
 
 from dataclasses import dataclass
 
-from engine.batch import NUM_RANKS, RowStats
+from engine.batch import NUM_RANKS
+from engine.step_stats import RowStats
 from engine.tree.topology import TreeTopology
 
 NUM_DEPTHS = 8  # deeper nodes count as the last of these

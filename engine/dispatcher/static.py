@@ -1,8 +1,10 @@
 """The dispatcher that learns nothing: one tree, or a table by batch. What pays is left to the operator."""
 
-from engine.batch import Load, StepStats
+from engine.batch import Load
 from engine.config import SpeculationConfig, TreeTable
 from engine.dispatch_stats import DispatchStats
+from engine.dispatcher.totals import ArmTotals
+from engine.step_stats import StepStats
 from engine.tree.library import TreeLibrary
 from engine.tree.topology import TreeTopology
 
@@ -15,6 +17,7 @@ class StaticDispatcher:
 
     def __init__(self, config: SpeculationConfig, table: TreeTable, library: TreeLibrary) -> None:
         self._rows, self._library = table, library
+        self._totals = ArmTotals()
         self.switch(config.mode)
 
     def switch(self, mode: str) -> None:
@@ -33,10 +36,11 @@ class StaticDispatcher:
         return self._chosen
 
     def stats(self) -> DispatchStats:
-        return DispatchStats(arm=self._chosen.name, reason=self._reason)
+        return DispatchStats(arm=self._chosen.name, reason=self._reason, totals=self._totals.all())
 
     def observe(self, stats: StepStats) -> None:
-        """Ignore the step."""
+        """Count the step."""
+        self._totals.observe(stats)
 
     def reachable(self, max_rows: int) -> tuple[tuple[TreeTopology, range], ...]:
         """Return the rows of the table, cut at `max_rows`."""

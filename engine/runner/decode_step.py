@@ -126,8 +126,7 @@ class DecodeStep:
             batch.slots, rows, verification, output.features, self._block_size, sampling.is_penalized
         )
         self._pool.commit(committed.pool_slots, output.scratch, committed.scratch_rows)
-        path = verification.path
+        answer, path = committed.answer, verification.path
         last = path.gather(1, verification.num_accepted[:, None])[:, 0]
         ranks = ranks_at(rows.draft, last, verification.next_token)
-        answer = committed.answer
         return torch.cat((answer[:, :-1], path, ranks, answer[:, -1:]), dim=1)

@@ -15,13 +15,14 @@ from benchmarks.dispatcher_world import (
     h200_world,
     published_world,
 )
-from engine.batch import Load, RowStats, StepStats
+from engine.batch import Load
 from engine.config import SpeculationConfig
 from engine.dispatcher.adaptive import DECIDE_EVERY, AdaptiveDispatcher
 from engine.dispatcher.control import choose_arm
 from engine.dispatcher.state import DispatchState
 from engine.dispatcher.static import StaticDispatcher
 from engine.errors import ConfigError
+from engine.step_stats import RowStats, StepStats
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 from engine.tree.search import acceptance_length
 from engine.tree.topology import TreeTopology
