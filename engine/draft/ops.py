@@ -14,26 +14,7 @@ from engine.draft.pairs import HeadInput
 from engine.kvcache.kv_pool import slots_of
 from engine.sampling.sampler import best_children
 from engine.speculation import DraftOutput, TreeTensors
-
-
-@dataclass(frozen=True, slots=True)
-class AlignWindow:
-    """A consecutive positions of each row, of which the pending ones lack draft K/V; before them it is
-    cached.
-
-    positions: [B, A] int64, ending at the root where a tree is drafted; is_pending: [B, A] bool, True at the
-    last. token_ids: [B, A] int64; features: [B, A, F], the target's taps of the position before. The cached
-    window is [prefix_start, prefix_end), both [B] int64, where prefix_end is the first pending position.
-    block_tables: [B, P] int64 reach past the root.
-    """
-
-    positions: Tensor
-    is_pending: Tensor
-    token_ids: Tensor
-    features: Tensor
-    prefix_start: Tensor
-    prefix_end: Tensor
-    block_tables: Tensor
+from engine.step_rows import AlignWindow
 
 
 @dataclass(frozen=True, slots=True)

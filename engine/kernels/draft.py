@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.embed import copy_angles
 from engine.kernels.norm import scaled, warps_of_row
 from engine.kernels.ordered_key import id_of_packed
 from engine.kernels.topk import find_leaders
@@ -74,6 +75,7 @@ def open_window(
         *(width, block_tables.shape[1], block_size, size, angle_size, tables.eps),
         BLOCK=block,
         BLOCK_ANGLES=triton.next_power_of_2(angle_size),
+        RESIDUAL_NORMED=tables.is_residual_normed,
         BLOCK_WIDTH=triton.next_power_of_2(width),
         OVERLAP=overlap,
         num_warps=warps_of_row(block),
@@ -164,13 +166,6 @@ def _room(tables: PairTables, num_pairs: int, feature: Tensor) -> Pairs:
 
 
 @triton.jit
-def _copy_angles(table, out, pair, position, size, BLOCK: tl.constexpr):
-    """Copy the row of a position."""
-    idx = tl.arange(0, BLOCK)
-    tl.store(out + pair * size + idx, tl.load(table + position * size + idx, idx < size), idx < size)
-
-
-@triton.jit
 def _load_weight(weight, element, size):
     """Return the weight of a norm [BLOCK] float32, of a norm that there is."""
     loaded = tl.zeros(element.shape, tl.float32)
@@ -256,7 +251,7 @@ def _open_window_kernel(
         row, own = pair // width, pair % width
         position = tl.load(positions + pair)
         reached = tl.maximum(position, 0)
-        _copy_angles(angle_table, angles, pair, reached, angle_size, BLOCK_ANGLES)
+        copy_angles(angle_table, angles + pair * angle_size, reached, angle_size, BLOCK_ANGLES)
         key = tl.arange(0, BLOCK_WIDTH)
         is_shown = tl.load(is_pending + row * width + key, key < width, 0) != 0
         is_shown = (is_shown & (key < own)) | (key == own)
@@ -328,7 +323,7 @@ def _open_level_kernel(
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         position = tl.load(end + row) + depth - 1
-        _copy_angles(angle_table, angles, pair, position, angle_size, BLOCK_ANGLES)
+        copy_angles(angle_table, angles + pair * angle_size, position, angle_size, BLOCK_ANGLES)
 
 
 @triton.jit(do_not_specialize=["start", "width", "num_columns", "num_nodes", "num_leaders"])

@@ -17,9 +17,9 @@ from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
-from engine.runner.step_rows import StepRows
 from engine.sampling.verify import Verify
 from engine.speculation import SamplingFlags, TreeTensors
+from engine.step_rows import StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,7 @@ class DecodeStep:
             suffix = scratch.layer(layer_idx, tree.num_rows)
             return attend_pages(q.view(*shape, *q.shape[1:]), *suffix, *pages).flatten(0, 1)
 
-        token_ids = rows.draft.token_ids.clamp(min=0).flatten()
-        output = self._target(token_ids, rows.positions.flatten(), attend)
+        output = self._target(rows.draft.token_ids.flatten(), rows.positions.flatten(), attend)
         logits = self._target.logits(output.hidden).view(*shape, -1)
         # The feature size may be 0, which a view cannot infer.
         return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]), scratch)

@@ -72,7 +72,7 @@ def test_it_runs_on_the_ops_it_is_told_to_use():
     ops = CountedOps()
     head.use(ops)
     assert all(torch.equal(found, right) for found, right in zip(head(*inputs), expected, strict=True))
-    assert ops.counts == {"norm_pair": 1, "add_norm": 4, "silu_mul": 2}
+    assert ops.counts == {"norm": 2, "add_norm": 4, "silu_mul": 2}
 
 
 def test_what_the_target_owns_gets_no_gradient():
