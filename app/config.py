@@ -27,7 +27,7 @@ class SpeculationSection(_Section):
     """Mirrors `SpeculationConfig`."""
 
     mode: str = _SPECULATION.mode
-    table: tuple[tuple[int, str], ...] = _SPECULATION.table
+    table: tuple[tuple[int, str], ...] | None = _SPECULATION.table
     draft_mode: Literal["greedy", "sampled"] = _SPECULATION.draft_mode
     feature_window: int = _SPECULATION.feature_window
 

@@ -11,6 +11,11 @@ from engine.errors import ConfigError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DraftMode = Literal["greedy", "sampled"]
+TreeTable = tuple[tuple[int, str], ...]
+
+# What pays, as measured: on a CPU a step of several rows is bound by its products, on an H200 hardly.
+CPU_TABLE: TreeTable = ((1, "tree-8"), (2, "chain-3"), (4, "chain-2"))
+CUDA_TABLE: TreeTable = ((16, "tree-8"), (64, "chain-3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +24,18 @@ class SpeculationConfig:
 
     `mode` is "auto" (the dispatcher picks), "off", or one tree name for every step. `table` is the static
     choice: (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly.
-    The default is what pays on a CPU. `draft_mode` "greedy" takes the top children (output identical to plain
+    None is the table of the device. `draft_mode` "greedy" takes the top children (output identical to plain
     decoding for a seed); "sampled" draws them without replacement (the output law is identical, single tokens
     are not).
     """
 
     mode: str = "auto"
-    table: tuple[tuple[int, str], ...] = ((1, "tree-8"), (2, "chain-3"), (4, "chain-2"))
+    table: TreeTable | None = None
     draft_mode: DraftMode = "greedy"
     feature_window: int = 16
 
     def __post_init__(self) -> None:
-        batches = [batch for batch, _ in self.table]
+        batches = [batch for batch, _ in self.table or ()]
         if batches != sorted(set(batches)) or any(batch < 1 for batch in batches):
             raise ConfigError(f"speculation.table needs rising batch sizes from 1, found {batches}")
         if self.draft_mode not in ("greedy", "sampled"):
@@ -88,14 +93,16 @@ class EngineConfig:
             raise ConfigError(f"memory_gib must be positive, found {self.memory_gib}")
 
     def device_sizes(self, is_cuda: bool) -> "DeviceSizes":
-        """Return block size and token budget, as asked for or as suits the device.
+        """Return block size, token budget and tree table, as asked for or as suits the device.
 
         A GPU reads pages in tiles of 64 positions, and a few thousand tokens fill it; on a CPU prompts go in
         small pieces, since every one of them holds up the rows that decode.
         """
+        table = self.speculation.table
         return DeviceSizes(
             block_size=self.block_size or (64 if is_cuda else 16),
             max_batched_tokens=self.max_batched_tokens or (8192 if is_cuda else 512),
+            table=table if table is not None else CUDA_TABLE if is_cuda else CPU_TABLE,
         )
 
 
@@ -105,3 +112,4 @@ class DeviceSizes:
 
     block_size: int
     max_batched_tokens: int
+    table: TreeTable

@@ -220,9 +220,9 @@ def assemble_engine(
         draft_window=config.speculation.feature_window,
     )
     scheduler = Scheduler(scheduler_config, kv_cache, library)
-    return Engine(
-        runner, kv_cache, scheduler, StaticDispatcher(config.speculation, library), facts, config.seed
-    )
+    sizes = config.device_sizes(facts.device.startswith("cuda"))
+    dispatcher = StaticDispatcher(config.speculation, sizes.table, library)
+    return Engine(runner, kv_cache, scheduler, dispatcher, facts, config.seed)
 
 
 def _signed64(value: int) -> int:

@@ -6,7 +6,7 @@ Deterministic given its history; measuring time and moving tensors are left to t
 from typing import Protocol
 
 from engine.batch import Load, StepStats
-from engine.config import SpeculationConfig
+from engine.config import SpeculationConfig, TreeTable
 from engine.tree.library import TreeLibrary
 from engine.tree.topology import TreeTopology
 
@@ -32,9 +32,9 @@ class StaticDispatcher:
     A library of plain decoding alone (no draft is loaded) leaves "auto" no choice.
     """
 
-    def __init__(self, config: SpeculationConfig, library: TreeLibrary) -> None:
+    def __init__(self, config: SpeculationConfig, table: TreeTable, library: TreeLibrary) -> None:
         self._otherwise = library.get("off" if config.mode == "auto" else config.mode)
-        table = config.table if config.mode == "auto" and library.max_depth else ()
+        table = table if config.mode == "auto" and library.max_depth else ()
         self._table = tuple((max_rows, library.get(name)) for max_rows, name in table)
 
     def choose(self, load: Load) -> TreeTopology:
