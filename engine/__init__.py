@@ -22,6 +22,7 @@ from engine.errors import (
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
+from engine.runner.preflight import check_config
 from engine.runner.rates import MachineRates
 from engine.runner.synthetic import shape_of
 from engine.stats import EngineFacts, EngineStats
@@ -65,6 +66,7 @@ __all__ = [
     "TrainingError",
     "WorkPart",
     "chain",
+    "check_config",
     "predict_bytes",
     "pull",
     "resolve_model",

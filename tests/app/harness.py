@@ -5,6 +5,7 @@ The fixtures over them are left to `conftest`.
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,6 +191,12 @@ def make_application(
 
 def client_of(application: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://test")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def chat_body(**fields: object) -> dict[str, object]:

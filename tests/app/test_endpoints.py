@@ -1,6 +1,7 @@
 """What the endpoints answer: whole bodies, streams byte for byte, usage, and clients that leave."""
 
 import asyncio
+import dataclasses
 import json
 
 import httpx
@@ -70,6 +71,21 @@ async def test_chat_takes_the_rest_of_the_context_by_default(
 ) -> None:
     await client.post(CHAT, json=chat_body())
     assert engine.requests[0].sampling.max_tokens == 512 - NUM_CHAT_TOKENS
+
+
+async def test_chat_takes_no_more_than_the_cache_holds_by_default(
+    client: httpx.AsyncClient, engine: SpokenEngine
+) -> None:
+    engine.facts = dataclasses.replace(engine.facts, num_blocks=4)  # of 16 tokens, and one that is not cached
+    assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == 65
+    assert (await client.post(CHAT, json=chat_body())).status_code == 200
+    assert engine.requests[0].sampling.max_tokens == 65 - NUM_CHAT_TOKENS
+    too_many = await client.post(CHAT, json=chat_body(max_tokens=66 - NUM_CHAT_TOKENS))
+    error = too_many.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert error["message"].startswith("the KV cache of this server holds 65 tokens")
+    long = chat_body(messages=[{"role": "user", "content": "x" * 65}])
+    assert (await client.post(CHAT, json=long)).json()["error"]["param"] == "messages"
 
 
 async def test_max_completion_tokens_wins_over_max_tokens(

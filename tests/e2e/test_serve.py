@@ -7,7 +7,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-from tests.app.harness import events
+from tests.app.harness import events, free_port
 from tests.app.tiny_model import write_random_draft, write_random_model
 
 pytestmark = pytest.mark.e2e
@@ -40,12 +39,6 @@ class Server:
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

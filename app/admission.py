@@ -1,0 +1,39 @@
+"""How much a server takes at once: calls in flight, and sequences that run or wait.
+
+The engine has a queue limit of its own, but one that hangs refuses nobody. Sizes of one call are left to
+`choices`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine import CapacityError
+
+
+class Admission:
+    """Counts what is in flight; `max_calls` None means that the sequences decide alone."""
+
+    def __init__(self, max_calls: int | None, max_sequences: int) -> None:
+        self._max_calls = max_calls
+        self._max_sequences = max_sequences
+        self._num_calls = 0
+        self._num_sequences = 0
+
+    @contextmanager
+    def hold(self, num_sequences: int) -> Iterator[None]:
+        """Count a call and its sequences. Raises `CapacityError` where one is more than fits."""
+        if self._max_calls is not None and self._num_calls >= self._max_calls:
+            raise CapacityError(
+                f"the server is full, it takes {self._max_calls} calls at once: try again in a moment"
+            )
+        if self._num_sequences + num_sequences > self._max_sequences:
+            raise CapacityError(
+                f"the server is full, {self._num_sequences} answers run or wait: try again in a moment"
+            )
+        self._num_calls += 1
+        self._num_sequences += num_sequences
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            self._num_sequences -= num_sequences
