@@ -284,6 +284,27 @@ async def test_content_parts_are_joined_and_developer_is_system(
     assert prompt == "system\ns\nuser\nab\nassistant\n"
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_line_ends_of_unicode_do_not_cut_an_event(
+    client: httpx.AsyncClient, engine: SpokenEngine, is_stream: bool
+) -> None:
+    engine.text = "a\u2028b\u2029c\x85d\ne"
+    response = await client.post(CHAT, json=chat_body(stream=is_stream))
+    lines = list(response.iter_lines())  # as many clients read a stream
+    if not is_stream:
+        assert lines == [response.text]
+        assert response.json()["choices"][0]["message"]["content"] == engine.text
+        return
+    assert all(line == "" or line.startswith("data: ") for line in lines)
+    chunks = events(response.text)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == engine.text
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/version"])
+async def test_head_is_answered_as_get(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.head(path)).status_code == 200
+
+
 async def test_error_inside_a_stream_is_an_event(client: httpx.AsyncClient, engine: SpokenEngine) -> None:
     engine.failure = SequenceDelta(
         "r", (), 0, FinishReason.ERROR, 2, 0, 0, 0, message="logits are not finite"
@@ -356,6 +377,7 @@ async def test_models_health_and_version_answer(client: httpx.AsyncClient) -> No
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert card == (await client.get("/v1/models/tiny")).json()
+    assert listed == (await client.get("/v1/models/")).json()
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
     health = await client.get("/health")
     assert (health.status_code, health.content) == (200, b"")
