@@ -4,20 +4,30 @@ The engine has a queue limit of its own, but one that hangs refuses nobody. Size
 `choices`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine import CapacityError
 
 
 class Admission:
-    """Counts what is in flight; `max_calls` None means that the sequences decide alone."""
+    """Counts what is in flight, and for how long anything is; `max_calls` None lets the sequences decide
+    alone.
+    """
 
-    def __init__(self, max_calls: int | None, max_sequences: int) -> None:
+    def __init__(self, max_calls: int | None, max_sequences: int, clock: Callable[[], float]) -> None:
         self._max_calls = max_calls
         self._max_sequences = max_sequences
+        self._clock = clock
         self._num_calls = 0
         self._num_sequences = 0
+        self._past_seconds = 0.0
+        self._busy_since = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long at least one call was in flight since the start."""
+        return self._past_seconds + (self._clock() - self._busy_since if self._num_calls else 0.0)
 
     @contextmanager
     def hold(self, num_sequences: int) -> Iterator[None]:
@@ -30,10 +40,13 @@ class Admission:
             raise CapacityError(
                 f"the server is full, {self._num_sequences} answers run or wait: try again in a moment"
             )
+        if not self._num_calls:
+            self._busy_since = self._clock()
         self._num_calls += 1
         self._num_sequences += num_sequences
         try:
             yield
         finally:
+            self._past_seconds, self._busy_since = self.busy_seconds, self._clock()
             self._num_calls -= 1
             self._num_sequences -= num_sequences

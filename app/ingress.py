@@ -28,6 +28,7 @@ from app.errors import (
     event_for,
     reply_for,
 )
+from app.http_counts import CountResponses, ResponseCounts
 from app.keep_alive import with_keep_alive
 from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
 from app.openapi import document
@@ -85,6 +86,7 @@ class Ingress:
         self._backend = backend
         self._version = version
         self._door = door
+        self._counts = ResponseCounts(uuid.uuid4().hex[:8], _PATHS)
 
     def build(self) -> FastAPI:
         """Return the ASGI application."""
@@ -111,6 +113,7 @@ class Ingress:
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
+        app.add_middleware(CountResponses, counts=self._counts)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=_GET)
@@ -167,7 +170,8 @@ class Ingress:
 
     async def metrics(self) -> Response:
         try:
-            return Response(render(await self._backend.snapshots()), headers={"content-type": CONTENT_TYPE})
+            text = render(await self._backend.snapshots(), self._counts)
+            return Response(text, headers={"content-type": CONTENT_TYPE})
         except EyasError as error:
             return _response(reply_for(error))
 

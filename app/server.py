@@ -85,7 +85,7 @@ class LLMServer:
         self._name = name
         self._limits = limits
         self._admission = Admission(
-            limits.max_concurrent_calls, engine.facts.max_num_seqs + limits.max_requests
+            limits.max_concurrent_calls, engine.facts.max_num_seqs + limits.max_requests, clock
         )
         self._outcomes = Outcomes()
         self._replica = replica
@@ -123,6 +123,7 @@ class LLMServer:
             stats=await self._engine.stats(),
             calls=self._outcomes.snapshot(),
             histograms=tuple(h.snapshot() for h in (self._first_token, self._per_token, self._duration)),
+            busy_seconds=self._admission.busy_seconds,
         )
 
     async def shutdown(self) -> None:

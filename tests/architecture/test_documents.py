@@ -18,6 +18,7 @@ DOCUMENTS = (
     "CHANGELOG.md",
     "docs/architecture.md",
     "docs/lab-notes.md",
+    "docs/metrics.md",
     "docs/training.md",
 )
 
