@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz check bench format clean
+.PHONY: help setup serve test fuzz faults check bench format clean
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,6 +22,9 @@ test: setup  ## run the tests; ARGS="-m slow" and the like go to pytest
 
 fuzz: setup  ## at least 2,000 cases against the API's own document
 	$(BIN)/python -m pytest -m slow tests/app/test_schemathesis.py $(ARGS)
+
+faults: setup  ## bring faults back one by one; their tests must find them
+	$(BIN)/python -m pytest -m slow tests/faults $(ARGS)
 
 check: setup  ## format, lint and type checks
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import re
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx
@@ -14,12 +15,14 @@ from app import metrics_page
 from app.admission import Admission
 from app.api_keys import ApiKeys
 from app.chat import ChatTemplate
-from app.ingress import FrontDoor
+from app.choices import Limits
+from app.ingress import FrontDoor, Ingress
 from app.metrics import COUNTERS, HISTOGRAM_ALIASES, HISTOGRAMS, Histogram, Labelled
 from app.outcomes import OUTCOMES
+from app.server import LLMServer
 from app.tokenizer import Tokenizer
-from engine import CapacityError, EngineDeadError, FinishReason, SequenceDelta
-from tests.app.harness import SpokenEngine, chat_body, client_of, make_application
+from engine import CapacityError, EngineDeadError, FinishReason, Request, SequenceDelta
+from tests.app.harness import LocalBackend, SpokenEngine, chat_body, client_of, make_application
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -182,6 +185,32 @@ async def test_calls_are_counted_by_how_they_end(client: httpx.AsyncClient, engi
     samples = await scrape(client)
     counts = {outcome: samples["eyas_calls_total", frozenset({("outcome", outcome)})] for outcome in OUTCOMES}
     assert counts == {"answered": 2, "refused": 2, "full": 1, "failed": 2, "left": 1}
+
+
+async def test_first_token_and_time_per_token_make_the_whole_time(
+    tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    now = 0.0
+
+    class TimedEngine(SpokenEngine):
+        async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
+            nonlocal now
+            async for delta in super().generate(request):
+                now += 0.25  # each step, of 3 tokens but for the last
+                yield delta
+
+    template, engine = ChatTemplate(model_folder), TimedEngine(tokenizer)
+    server = LLMServer(engine, tokenizer, template, "tiny", Limits(8), clock=lambda: now)
+    async with client_of(Ingress(LocalBackend(server), "0", FrontDoor(10_000)).build()) as client:
+        await client.post("/v1/chat/completions", json=chat_body())
+        samples = await scrape(client)
+
+    def total(name: str) -> float:
+        return samples[f"eyas_{name}_seconds_sum", frozenset()]
+
+    assert total("time_to_first_token") == 0.25
+    assert total("call_duration") == samples["eyas_busy_seconds_total", frozenset()] == 1.25
+    assert total("time_per_output_token") == pytest.approx((1.25 - 0.25) / (13 - 3))
 
 
 @pytest.mark.parametrize("metric", COUNTERS, ids=lambda metric: metric.name)
