@@ -13,12 +13,12 @@ MODEL_LEN = 256
 PINNED: tuple[dict[str, Any], ...] = tuple(
     {
         "prompt": [20 + idx, 40, 60 + idx],
-        "max_tokens": 48,
+        "max_tokens": 24,
         "ignore_eos": True,
         "temperature": 0.8,
         "seed": idx,
     }
-    for idx in range(8)
+    for idx in range(5)
 )
 
 
