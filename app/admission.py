@@ -11,13 +11,9 @@ from engine import CapacityError
 
 
 class Admission:
-    """Counts what is in flight, and for how long anything is; `max_calls` None lets the sequences decide
-    alone.
-    """
+    """Counts what is in flight, and for how long anything is."""
 
-    def __init__(self, max_calls: int | None, max_sequences: int, clock: Callable[[], float]) -> None:
-        self._max_calls = max_calls
-        self._max_sequences = max_sequences
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_calls = 0
         self._num_sequences = 0
@@ -30,13 +26,15 @@ class Admission:
         return self._past_seconds + (self._clock() - self._busy_since if self._num_calls else 0.0)
 
     @contextmanager
-    def hold(self, num_sequences: int) -> Iterator[None]:
-        """Count a call and its sequences. Raises `CapacityError` where one is more than fits."""
-        if self._max_calls is not None and self._num_calls >= self._max_calls:
+    def hold(self, num_sequences: int, max_sequences: int, max_calls: int | None) -> Iterator[None]:
+        """Count a call and its sequences. Raises `CapacityError` where one is more than fits; `max_calls`
+        None lets the sequences decide alone.
+        """
+        if max_calls is not None and self._num_calls >= max_calls:
             raise CapacityError(
-                f"the server is full, it takes {self._max_calls} calls at once: try again in a moment"
+                f"the server is full, it takes {max_calls} calls at once: try again in a moment"
             )
-        if self._num_sequences + num_sequences > self._max_sequences:
+        if self._num_sequences + num_sequences > max_sequences:
             raise CapacityError(
                 f"the server is full, {self._num_sequences} answers run or wait: try again in a moment"
             )

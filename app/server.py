@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,9 +84,7 @@ class LLMServer:
         self._has_special_tags = tokenizer.is_special(OPEN_TAG)
         self._name = name
         self._limits = limits
-        self._admission = Admission(
-            limits.max_concurrent_calls, engine.facts.max_num_seqs + limits.max_requests, clock
-        )
+        self._admission = Admission(clock)
         self._outcomes = Outcomes()
         self._replica = replica
         self._clock = clock
@@ -134,7 +132,7 @@ class LLMServer:
         has_begun = False
         with self._outcomes.watch() as ending:
             try:
-                with self._admission.hold(self._num_sequences(call)):
+                with self._admitted(call):
                     async with aclosing(self._messages(call, call_id, ending)) as messages:
                         async for message in messages:
                             has_begun = True
@@ -143,9 +141,14 @@ class LLMServer:
                 ending.outcome = outcome_of(status_of(error))
                 yield event_for(error) + DONE if has_begun else reply_for(error)
 
-    def _num_sequences(self, call: Call) -> int:
-        """Return what a call will run; one that asks for too many is told so, not that others are ahead."""
-        return min(_num_prompts(call) * call.options.num_choices, self._limits.max_requests)
+    def _admitted(self, call: Call) -> AbstractContextManager[None]:
+        """Hold what a call will run; one that asks for too many is told so, not that others are ahead."""
+        num_sequences = _num_prompts(call) * call.options.num_choices
+        return self._admission.hold(
+            min(num_sequences, self._limits.max_requests),
+            self._engine.facts.max_num_seqs + self._limits.max_requests,
+            self._limits.max_concurrent_calls,
+        )
 
     async def _messages(
         self, call: Call, call_id: str, ending: Ending

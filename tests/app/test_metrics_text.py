@@ -130,15 +130,15 @@ async def test_answers_of_the_front_are_counted_by_path_and_status(
 
 async def test_busy_seconds_count_overlapping_calls_once() -> None:
     now = 0.0
-    admission = Admission(None, 8, lambda: now)
-    with admission.hold(1):
+    admission = Admission(lambda: now)
+    with admission.hold(1, 8, None):
         now = 2.0
-        with admission.hold(1):
+        with admission.hold(1, 8, None):
             now = 3.0
         now = 5.0
         assert admission.busy_seconds == 5
     now = 100.0
-    with admission.hold(1):
+    with admission.hold(1, 8, None):
         now = 101.0
     assert admission.busy_seconds == 6
 
