@@ -102,8 +102,7 @@ KINDS: dict[str, Kind] = {
     # Where an answer ends
     "stop-early-in-run": _found("test_stop_strings.py::test_stop_at_each_position_of_a_run_cuts_there"),
     "cap-masks-stop": _found(
-        "app/test_answer.py::test_stop_string_in_the_last_allowed_token_wins_over_length",
-        "app/test_answer.py::test_answer_does_not_depend_on_how_steps_were_cut",
+        "app/test_answer.py::test_stop_string_in_the_last_allowed_token_wins_over_length"
     ),
     "eos-in-run": _found(
         "test_engine.py::test_a_stop_token_inside_a_path_ends_the_answer_there",
