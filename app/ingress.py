@@ -29,6 +29,7 @@ from app.errors import (
     event_for,
     reply_for,
 )
+from app.http_counts import CountResponses, ResponseCounts
 from app.keep_alive import with_keep_alive
 from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
 from app.openapi import document
@@ -40,6 +41,7 @@ from engine import EyasError, RequestError
 
 Messages = AsyncGenerator[bytes | Reply, None]
 
+_GET = ["GET", "HEAD"]  # load balancers probe by HEAD
 # Proxies must pass every event on at once.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -85,6 +87,7 @@ class Ingress:
         self._backend = backend
         self._version = version
         self._door = door
+        self._counts = ResponseCounts(uuid.uuid4().hex[:8], _PATHS)
 
     def build(self) -> FastAPI:
         """Return the ASGI application."""
@@ -94,6 +97,8 @@ class Ingress:
             docs_url=None,
             redoc_url=None,
             openapi_url=None,
+            # A redirect names the host as we see it, which behind a proxy is not the client's.
+            redirect_slashes=False,
             # FastAPI's own spans would fork the trace that Ray Serve began.
             telemetry={"tracing": False},
             exception_handlers={HTTPException: _routing_error},
@@ -109,17 +114,18 @@ class Ingress:
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
-        app.add_api_route(DISPATCHER, self.dispatcher, methods=["GET"])
+        app.add_api_route(DISPATCHER, self.dispatcher, methods=_GET)
+        app.add_middleware(CountResponses, counts=self._counts)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        app.add_api_route("/v1/models", self.models, methods=_GET)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=_GET)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/version", self.version, methods=["GET"])
-        app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=_GET)
+        app.add_api_route("/version", self.version, methods=_GET)
+        app.add_api_route("/openapi.json", self.openapi, methods=_GET)
+        app.add_api_route("/metrics", self.metrics, methods=_GET)
         return app
 
     async def chat(self, request: Request) -> Response:
@@ -141,6 +147,8 @@ class Ingress:
             return _response(reply_for(error))
 
     async def model(self, name: str) -> Response:
+        if not name:
+            return await self.models()
         try:
             card = await self._backend.card()
             if name != card.name:
@@ -164,7 +172,8 @@ class Ingress:
 
     async def metrics(self) -> Response:
         try:
-            return Response(render(await self._backend.snapshots()), headers={"content-type": CONTENT_TYPE})
+            text = render(await self._backend.snapshots(), self._counts)
+            return Response(text, headers={"content-type": CONTENT_TYPE})
         except EyasError as error:
             return _response(reply_for(error))
 
@@ -257,8 +266,8 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        advice = f"; did you mean /v1{path}?" if path in _V1_PATHS else ""
-        return _response(reply_for(UnknownRouteError(f"no such path: {request.method} {path[:200]}{advice}")))
+        text = f"no such path: {request.method} {path[:200]}{_advice(path)}"
+        return _response(reply_for(UnknownRouteError(text)))
     if error.status_code == 405:
         response = _response(reply_for(WrongMethodError(f"{path} does not take {request.method}")))
         response.headers.update(error.headers or {})
@@ -266,4 +275,18 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     return _response(reply_for(RequestError(str(error.detail))))
 
 
-_V1_PATHS = ("/chat/completions", "/completions", "/models")
+def _advice(path: str) -> str:
+    """Name the path that a base URL with too much or too little in it was meant to give."""
+    end = path.rstrip("/")
+    for candidate in (end, f"/v1{end}", end.removeprefix("/v1")):
+        if candidate in _PATHS:
+            return f"; did you mean {candidate}?"
+    return ""
+
+
+_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"),
+        *("/health", "/version", "/metrics", "/openapi.json"),
+    }
+)

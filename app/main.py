@@ -35,7 +35,8 @@ SERVER = "llm-server"
 MAX_ONGOING_REQUESTS = 100_000
 MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
 HEALTH_PERIOD_S = 2.0  # Serve acts on the third failure
-CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
+CONTROL_TIMEOUT_S = 10.0  # for metrics and the model card, which never wait for a decode step
+HEALTH_TIMEOUT_S = 2.0  # a probe waits no longer: Ray would look for a replica while the only one is replaced
 
 
 class LLMServerDeployment:
@@ -116,7 +117,7 @@ class HandleBackend:
         return snapshots
 
     async def check_health(self) -> None:
-        await _translated(self._handle.health.remote())
+        await _translated(self._handle.health.remote(), HEALTH_TIMEOUT_S)
 
 
 _RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError)
@@ -128,11 +129,11 @@ def _translate(error: Exception) -> CapacityError | EngineDeadError:
     return EngineDeadError(str(error))
 
 
-async def _translated(call: Awaitable[T]) -> T:
+async def _translated(call: Awaitable[T], timeout_s: float = CONTROL_TIMEOUT_S) -> T:
     try:
-        return await asyncio.wait_for(call, CONTROL_TIMEOUT_S)
+        return await asyncio.wait_for(call, timeout_s)
     except TimeoutError as error:
-        raise NoReplicaError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
+        raise NoReplicaError(f"no server replica answered within {timeout_s:g} s") from error
     except _RAY_ERRORS as error:
         raise _translate(error) from error
 

@@ -5,7 +5,8 @@ The fixtures over them are left to `conftest`.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,20 +37,24 @@ DISPATCH = DispatchStats(
 )
 MAX_MODEL_LEN = 512
 MAX_NUM_WAITING = 64
+EOS_ID = 1
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def write_model(folder: Path) -> None:
-    """Write a byte-level tokenizer (two special tokens, then one token per byte) and a chat template."""
+def write_model(folder: Path, words: Sequence[str] = ()) -> None:
+    """Write a byte-level tokenizer (two special tokens, one token per byte, one per word) and a chat
+    template.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<|im_start|>": 0, "<|im_end|>": 1} | {char: idx + 2 for idx, char in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(list(words))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -204,6 +209,12 @@ def make_application(
 
 def client_of(application: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://test")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def chat_body(**fields: object) -> dict[str, object]:
