@@ -20,7 +20,7 @@ from locust import User, constant, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
-from locust.runners import STATE_RUNNING, WorkerRunner
+from locust.runners import WorkerRunner
 
 from loadtest.arrivals import KINDS, arrivals
 from loadtest.prompts import CLASSES, cycle
@@ -56,7 +56,7 @@ def add_options(parser: LocustArgumentParser, **_: Any) -> None:
     add("--speculation", default="auto", help="auto, off or a tree name")
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0, help="of arrivals and sampling")
-    add("--requests", type=int, default=0, help="per user, then it stops; 0: until the time is over")
+    add("--requests", type=int, default=0, help="per user, then all is over; 0: until the time is")
     add("--stagger", type=float, default=0.0, help="seconds over which the streams begin, evenly")
     add("--records", default="load.jsonl", help="file for one JSON object per request")
     add("--silence", type=float, default=120.0, help="seconds without a byte that end a request")
@@ -100,6 +100,7 @@ class StreamingUser(User):  # type: ignore[misc]  # Locust has no types
 
     wait_time = constant(0)
     _ordinals: ClassVar[Iterator[int]] = itertools.count()
+    _endings: ClassVar[Iterator[int]] = itertools.count(1)
 
     def on_start(self) -> None:
         options = self.environment.parsed_options
@@ -125,10 +126,8 @@ class StreamingUser(User):  # type: ignore[misc]  # Locust has no types
     def on_stop(self) -> None:
         self._open_requests.join()
         self._records.close()
-        runner = self.environment.runner
-        is_last = runner.state == STATE_RUNNING and runner.user_count <= 1
-        if self._options.requests and is_last and not isinstance(runner, WorkerRunner):
-            runner.quit()
+        if self._options.requests and next(self._endings) == (self._options.num_users or 1):
+            self.environment.runner.quit()
 
     @task
     def send(self) -> None:

@@ -19,6 +19,7 @@ from loadtest.record import Record, read_records
 from loadtest.summary import Objective, summarize
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+TIMEOUT_S = 600.0
 STAGGER_S = 1.0  # streams that begin together measure the queue of one another
 
 
@@ -79,7 +80,7 @@ def run_locust(url: str, records: Path, arguments: Sequence[str]) -> str:
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
     command += ["--host", url, "--records", str(records), "--exit-code-on-error", "0", *arguments]
     done = subprocess.run(  # noqa: S603 - our own command
-        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
     )
     return done.stdout
 
