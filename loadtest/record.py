@@ -28,7 +28,8 @@ class Record:
 
     `intended` is when the request was due: in a closed loop when it was sent. `chunks` holds, for each event
     that brought tokens, its arrival and the tokens so far; a run of tokens that one step accepted is one
-    event. A server that does not count as it streams is taken to begin with one token.
+    event. A server that does not count as it streams is taken to begin with one token. `tokens_per_call` is
+    the acceptance length that the server gave where it was asked for `speculation_stats`.
     """
 
     prompt_class: str
@@ -46,6 +47,7 @@ class Record:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
+    tokens_per_call: float | None = None
     trace_id: str = ""
 
     @property

@@ -48,6 +48,7 @@ class _Answer:
     finish_reason: str | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    tokens_per_call: float | None = None
     is_done: bool = False
 
     def add(self, event: Mapping[str, object], when: float) -> None:
@@ -65,6 +66,8 @@ class _Answer:
             num_tokens = int(usage["completion_tokens"])
             self.num_prompt_tokens = int(usage["prompt_tokens"])
         is_counted = num_tokens > self.num_output_tokens and bool(event.get("choices"))
+        if isinstance(metrics := event.get("metrics"), Mapping):
+            self.tokens_per_call = metrics["speculative_decoding"]["mean_acceptance_length"]
         if text or is_counted:
             self.texts.append(text)
             self.chunks.append((when, max(num_tokens, 1)))
@@ -134,6 +137,7 @@ class SSEClient:
             num_prompt_tokens=answer.num_prompt_tokens,
             num_output_tokens=answer.num_output_tokens,
             text="".join(answer.texts),
+            tokens_per_call=answer.tokens_per_call,
             trace_id=trace_id,
         )
 

@@ -65,6 +65,8 @@ DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
             "engine.weights",
         ),
     ),
+    # They ask a server as a client does.
+    **dict.fromkeys(("app.cli_validate", "app.speedup"), ("loadtest",)),
     # Measures single parts.
     "benchmarks": ("engine",),
 }
@@ -79,6 +81,7 @@ NO_TORCH = (
     "engine.scheduler",
     "engine.dispatcher",
     "app.autoscaling",
+    "app.speedup_verdict",
     "ops.rollout.analysis",
 )
 # Policy decides from its arguments: the same history gives the same choice.
@@ -88,6 +91,7 @@ NO_CLOCK_NO_IO = (
     "engine.scheduler",
     "engine.dispatcher",
     "app.autoscaling",
+    "app.speedup_verdict",
     "ops.rollout.analysis",
 )
 CLOCKS_AND_IO = frozenset(
