@@ -1,71 +1,120 @@
 """`eyas validate speedup`: the measuring, the verdict and the report, against servers of known speed."""
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from app import cli_validate
 from app.cli import main
 from app.speedup import ORDERS, SpeedupPlan, measure
 from app.speedup_verdict import Estimate, declared, judge, overall
 from engine import StepError
 from loadtest.record import Record
+from loadtest.sse_client import SSEClient
 from tests.app.arm_server import ArmServer, SlowProxy, running
 
-GAPS = {"off": 0.012, "auto": 0.006}
+AT_ONCE = {"off": 0.0, "auto": 0.0}
 FLAGS = ["--batch", "1,2", "--blocks", "3", "--max-tokens", "16"]
-ONE = ["--batch", "2", "--max-tokens", "12"]
+NOISE = 0.02
 
 
 def validate(url: str, out: Path, *flags: str) -> int:
     return main(["validate", "speedup", "--url", url, "--out", str(out), *FLAGS, *flags])
 
 
-def test_a_true_speed_up_passes_and_is_told_in_two_files(tmp_path, capsys):
-    with running(ArmServer(GAPS)) as url:
-        assert validate(url, tmp_path, "--floor", "1:1.6,2:1.6") == 0
+@pytest.fixture
+def timed(monkeypatch) -> Callable[..., None]:
+    """Let the client ask over HTTP, but read times of `gaps` seconds per token: those of no busy machine."""
+    source = random.Random(2)
+
+    def install(**gaps: float) -> None:
+        class Timed(SSEClient):
+            def ask(self, question, intended=None):
+                record = super().ask(question, intended)
+                gap = gaps[record.speculation] * source.uniform(1 - NOISE, 1 + NOISE)
+                chunks = tuple((5 + count * gap, count) for _, count in record.chunks)
+                return dataclasses.replace(record, sent=5.0, chunks=chunks)
+
+        monkeypatch.setattr(cli_validate, "SSEClient", Timed)
+
+    return install
+
+
+def test_a_true_speed_up_passes_and_is_told_in_two_files(timed, tmp_path, capsys):
+    timed(off=0.02, auto=0.01)
+    with running(ArmServer(AT_ONCE)) as url:
+        assert validate(url, tmp_path, "--floor", "1:1.9,2:1.8") == 0
     report = json.loads((tmp_path / "speedup.json").read_text())
     assert report["verdict"] == "pass"
     assert [cell["batch"] for cell in report["cells"]] == [1, 2]
     for cell in report["cells"]:
-        assert cell["speedup"] == pytest.approx(2.0, rel=0.15)
+        assert cell["speedup"] == pytest.approx(2.0, rel=0.03)
         assert cell["low"] <= cell["speedup"] <= cell["high"]
         assert cell["tokens_per_call"] == 2.5
         assert cell["num_equal"] == cell["num_pairs"] == 3 * 2 * cell["batch"]
     page = (tmp_path / "speedup.html").read_text()
-    assert "<svg" in page
+    plot = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])
+    assert len(plot.findall(".//{http://www.w3.org/2000/svg}polyline")) == 2, "measured, and the floor"
     assert 'class="pass"' in page
-    assert "http://www.w3.org/2000/svg" in page
     assert page.count("src=") == page.count("href=") == 0, "the page needs no other file"
     assert "verdict: pass" in capsys.readouterr().out
 
 
-def test_an_arm_that_became_a_fifth_slower_is_a_regression_against_the_stored_run(tmp_path):
-    with running(ArmServer(GAPS)) as url:
-        assert validate(url, tmp_path / "then", *ONE) == 0
-        stored = [*ONE, "--baseline", str(tmp_path / "then" / "speedup.json")]
-        assert validate(url, tmp_path / "same", *stored, "--margin", "0.1") == 0
-        with running(SlowProxy(url, factor=1.25)) as slow:
-            assert validate(slow, tmp_path / "now", *stored, "--margin", "0.1") == 3
+def test_an_arm_that_became_a_fifth_slower_is_a_regression_against_the_stored_run(timed, tmp_path):
+    with running(ArmServer(AT_ONCE)) as url:
+        timed(off=0.02, auto=0.01)
+        assert validate(url, tmp_path / "then") == 0
+        stored = ["--baseline", str(tmp_path / "then" / "speedup.json")]
+        assert validate(url, tmp_path / "same", *stored) == 0
+        timed(off=0.02, auto=0.01 * 1.25)
+        assert validate(url, tmp_path / "now", *stored) == 3
+        # Halfway in between, the edge of what is allowed lies inside the interval.
+        timed(off=0.02, auto=0.01 / 0.95)
+        assert validate(url, tmp_path / "doubt", *stored) == 4
     report = json.loads((tmp_path / "now" / "speedup.json").read_text())
     assert report["verdict"] == "regression"
     for cell in report["cells"]:
-        assert cell["judgement"]["relative"]["value"] == pytest.approx(0.8, abs=0.08)
+        assert cell["judgement"]["relative"]["value"] == pytest.approx(0.8, rel=0.04)
+
+
+def test_the_clock_of_the_client_sees_the_faster_arm_and_the_injected_delay(tmp_path):
+    """In real time, with room for a busy machine: the strict test is the one below."""
+    with running(ArmServer({"off": 0.02, "auto": 0.004})) as url:
+        assert validate(url, tmp_path, "--batch", "2", "--floor", "1.5") == 0
+        with running(SlowProxy(url, factor=5 * 5)) as slow:
+            assert validate(slow, tmp_path, "--batch", "2", "--max-tokens", "8", "--floor", "1.0") == 3
+
+
+@pytest.mark.slow
+def test_a_fifth_slower_is_seen_in_real_time(tmp_path):
+    """For a quiet machine."""
+    with running(ArmServer({"off": 0.012, "auto": 0.006})) as url:
+        assert validate(url, tmp_path / "then", "--floor", "1.9") == 0
+        stored = ["--baseline", str(tmp_path / "then" / "speedup.json")]
+        assert validate(url, tmp_path / "same", *stored) == 0
+        with running(SlowProxy(url, factor=1.25)) as slow:
+            assert validate(slow, tmp_path / "now", *stored) == 3
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
-def test_answers_that_differ_are_an_error_in_float32_and_counted_elsewhere(dtype, status, tmp_path, capsys):
-    with running(ArmServer(GAPS, dtype=dtype, differs=True)) as url:
-        assert validate(url, tmp_path, *ONE, "--floor", "1.2") == status
+def test_answers_that_differ_are_an_error_in_float32_and_counted_elsewhere(
+    dtype, status, timed, tmp_path, capsys
+):
+    timed(off=0.02, auto=0.01)
+    with running(ArmServer(AT_ONCE, dtype=dtype, differs=True)) as url:
+        assert validate(url, tmp_path, "--batch", "2", "--floor", "1.2") == status
     cells = json.loads((tmp_path / "speedup.json").read_text())["cells"]
     assert [cell["num_equal"] for cell in cells] == [0]
     assert ("differ between the arms" in capsys.readouterr().err) == (status == 1)
 
 
 def test_what_does_not_compare_is_refused_before_anything_is_measured(tmp_path, capsys):
-    server = ArmServer(GAPS, digest="another")
+    server = ArmServer(AT_ONCE, digest="another")
     stored = {
         "cells": [{"batch": 1, "speedup": 2.0, "low": 1.9, "high": 2.1}],
         "environment": {"model_digest": "m"},
