@@ -56,7 +56,7 @@ def add_options(parser: LocustArgumentParser, **_: Any) -> None:
     add("--speculation", default="auto", help="auto, off or a tree name")
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0, help="of arrivals and sampling")
-    add("--requests", type=int, default=0, help="per user, then all is over; 0: until the time is")
+    add("--requests", type=int, default=0, help="per user, then it stops, and a lone process ends")
     add("--stagger", type=float, default=0.0, help="seconds over which the streams begin, evenly")
     add("--records", default="load.jsonl", help="file for one JSON object per request")
     add("--silence", type=float, default=120.0, help="seconds without a byte that end a request")

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import random
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_a_true_speed_up_passes_and_is_told_in_two_files(timed, tmp_path, capsys
         assert cell["tokens_per_call"] == 2.5
         assert cell["num_equal"] == cell["num_pairs"] == 3 * 2 * cell["batch"]
     page = (tmp_path / "speedup.html").read_text()
-    plot = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])
+    plot = ET.fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])
     assert len(plot.findall(".//{http://www.w3.org/2000/svg}polyline")) == 2, "measured, and the floor"
     assert 'class="pass"' in page
     assert page.count("src=") == page.count("href=") == 0, "the page needs no other file"
