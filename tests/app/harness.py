@@ -15,6 +15,7 @@ import tokenizers
 from fastapi import FastAPI
 
 from app.call import Call, Reply, TokenCall
+from app.call_trace import SpanSink
 from app.chat import ChatTemplate
 from app.choices import Limits
 from app.ingress import FrontDoor, Ingress, Messages
@@ -23,6 +24,7 @@ from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
 from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
 from engine.dispatch_stats import ArmTotal, DispatchStats
+from ops.tracing.context import TraceContext
 
 DISPATCH = DispatchStats(
     arm="chain-3",
@@ -179,8 +181,8 @@ class LocalBackend:
     def __init__(self, server: LLMServer) -> None:
         self._server = server
 
-    def answer(self, call: Call, call_id: str) -> Messages:
-        return self._server.answer(call, call_id)
+    def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        return self._server.answer(call, call_id, trace)
 
     async def reply(self, call: TokenCall) -> Reply:
         return await self._server.reply(call)
@@ -201,9 +203,11 @@ def make_application(
     template: ChatTemplate,
     limits: Limits | None = None,
     door: FrontDoor | None = None,
+    sink: SpanSink | None = None,
 ) -> FastAPI:
     """Return the HTTP front over one server in this process."""
-    server = LLMServer(engine, tokenizer, template, "tiny", limits or Limits(MAX_NUM_WAITING))
+    limits = limits or Limits(MAX_NUM_WAITING)
+    server = LLMServer(engine, tokenizer, template, "tiny", limits, sink=sink)
     return Ingress(LocalBackend(server), "0.1.0", door or FrontDoor(max_body_bytes=100_000)).build()
 
 
