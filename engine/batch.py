@@ -5,6 +5,7 @@ Device tensors are built from it in `runner` only.
 
 from dataclasses import dataclass
 
+from engine.logprobs import TokenLogprob
 from engine.request import FinishReason, SamplingParams
 from engine.tree.topology import TreeTopology
 
@@ -98,11 +99,13 @@ class StepPlan:
 class RowResult:
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
-    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing.
+    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `logprobs`
+    has one entry per token where the request asks, else it is empty.
     """
 
     token_ids: tuple[int, ...]
     is_finite: bool = True
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,8 @@ class SequenceDelta:
 
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
     verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
-    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first.
+    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first. `logprobs` has one entry
+    per token where the request asks, else it is empty.
     """
 
     request_id: str
@@ -136,6 +140,7 @@ class SequenceDelta:
     num_accepted: int
     num_prefix_hits: int
     message: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from engine.errors import RequestError
 
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # counts of tokens that fit in the device's integers
 
 
@@ -18,7 +19,8 @@ class SamplingParams:
     """How tokens are drawn. Valid once built; a bad value raises `RequestError` naming the field.
 
     `top_k` 0 means off. `seed` None lets the engine choose one. `speculation` is "auto", "off" or a tree
-    name.
+    name. `num_logprobs` asks for each emitted token's log-probability and for so many of the likeliest;
+    None asks for nothing.
     """
 
     temperature: float = 1.0
@@ -35,6 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: str = "auto"
+    num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_tokens", "min_tokens"):
@@ -49,16 +52,17 @@ class SamplingParams:
             0.01 <= self.repetition_penalty <= 10.0,
             "in [0.01, 10]",
         )
-        _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2.0, "in [-2, 2]")
-        _require(
-            "frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2.0, "in [-2, 2]"
-        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(name, getattr(self, name), abs(getattr(self, name)) <= 2.0, "in [-2, 2]")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         most = min(self.max_tokens, MAX_COUNT)
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"0 to {most}")
         if self.seed is not None:
             _require_integer("seed", self.seed)
             _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")
+        if (count := self.num_logprobs) is not None:
+            _require_integer("num_logprobs", count)
+            _require("num_logprobs", count, 0 <= count <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
         num_biases, num_stops = len(self.logit_bias), len(self.stop_token_ids)
         _require(
             "logit_bias", num_biases, num_biases <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} entries"

@@ -19,7 +19,7 @@ from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
 from engine.runner.step_rows import StepRows
 from engine.sampling.verify import Verify
-from engine.speculation import SamplingFlags, TreeTensors
+from engine.speculation import SamplingFlags, TreeTensors, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,17 @@ class NodeOutput:
     logits: Tensor
     features: Tensor
     scratch: TreeScratch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRows:
+    """What came of the rows of a step, the last of which may be padding: the host's answer [B, D + 2] int64,
+    and beside it the target's raw logits [B, N, V] and how they were walked.
+    """
+
+    answer: Tensor
+    logits: Tensor
+    verification: Verification
 
 
 class DecodeStep:
@@ -114,11 +125,10 @@ class DecodeStep:
         # The feature size may be 0, which a view cannot infer.
         return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]), scratch)
 
-    def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> Tensor:
+    def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> DecodedRows:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
 
-        Returns [B, D + 2] int64: what each row emitted, padded with -1, and last whether its logits were
-        finite.
+        The answer holds what each row emitted, padded with -1, and last whether its logits were finite.
         """
         sampling = self._state.sampling(batch.slots, rows, batch.flags)
         verification = self._verify(output.logits, rows.draft, batch.tree, sampling, rows.root_positions)
@@ -126,4 +136,4 @@ class DecodeStep:
             batch.slots, rows, verification, output.features, self._block_size, sampling.is_penalized
         )
         self._pool.commit(committed.pool_slots, output.scratch, committed.scratch_rows)
-        return committed.answer
+        return DecodedRows(committed.answer, output.logits, verification)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from engine.batch import DUMMY_SLOT
-from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
+from engine.runner.decode_step import DecodeBatch, DecodedRows, DecodeStep, NodeOutput
 from engine.runner.step_rows import StepRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
@@ -55,7 +54,7 @@ class _StepSet:
     rows: StepRows
     drafts: dict[int, _Recorded[None]]
     target: _Recorded[NodeOutput]
-    commits: dict[SamplingFlags, _Recorded[Tensor]]
+    commits: dict[SamplingFlags, _Recorded[DecodedRows]]
 
 
 class StepGraphs:
@@ -96,9 +95,9 @@ class StepGraphs:
 
     def replay(
         self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags
-    ) -> Tensor | None:
-        """Enqueue one step and return what `DecodeStep.commit` does, for these rows; None where nothing that
-        was captured fits.
+    ) -> DecodedRows | None:
+        """Enqueue one step and return what `DecodeStep.commit` does, for these rows and padding; None where
+        nothing that was captured fits.
 
         `num_pending` bounds the positions of any row whose draft K/V is missing.
         """
@@ -115,7 +114,7 @@ class StepGraphs:
         self.num_replays += 1
         commit = found.commits[flags]
         commit.graph.replay()
-        return commit.output[: len(slots)]
+        return commit.output
 
     def _find(self, num_rows: int, topologies: Sequence[TreeTopology]) -> _StepSet | None:
         """Return the smallest set that holds the rows and covers their trees."""
@@ -140,7 +139,7 @@ class StepGraphs:
 
     def _record_commit(
         self, tree: TreeTensors, rows: StepRows, flags: SamplingFlags, output: NodeOutput
-    ) -> _Recorded[Tensor]:
+    ) -> _Recorded[DecodedRows]:
         batch = self._batch(tree, 1, flags)
         return self._record(lambda: self._step.commit(batch, rows, output))
 

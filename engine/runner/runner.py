@@ -19,11 +19,12 @@ from engine.draft.drafter import Drafter, TreeDrafter
 from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
-from engine.runner.decode_step import DecodeBatch, DecodeStep
+from engine.runner.decode_step import DecodeBatch, DecodedRows, DecodeStep
 from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_state import SlotOps, SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
+from engine.sampling.logprobs import LogprobReader
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
@@ -77,6 +78,7 @@ class ModelRunner:
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
+        self._logprobs = LogprobReader()
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
         self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
@@ -125,8 +127,12 @@ class ModelRunner:
             self._state.grow(plan.growths)
         nothing = torch.empty(0, dtype=torch.int64)
         is_chunk_finite = self._prefill_step.run(plan.chunks) if plan.chunks else nothing.bool()
-        answer = self._decode(plan) if plan.rows else nothing[:, None]
-        return StepHandle(plan.step_idx, answer, is_chunk_finite, timer)
+        if not plan.rows:
+            return StepHandle(plan.step_idx, nothing[:, None], is_chunk_finite, timer)
+        slots = [row.slot for row in plan.rows]
+        decoded = self._decode(plan, slots)
+        logprobs = self._logprobs.read(slots, decoded.logits, decoded.verification)
+        return StepHandle(plan.step_idx, decoded.answer[: len(slots)], is_chunk_finite, timer, logprobs)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         try:
@@ -140,10 +146,12 @@ class ModelRunner:
         for admission in admissions:
             self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
             self._num_pending[admission.slot] = 1
+            self._logprobs.admit(admission)
 
-    def _decode(self, plan: StepPlan) -> Tensor:
-        """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does."""
-        slots = [row.slot for row in plan.rows]
+    def _decode(self, plan: StepPlan, slots: list[int]) -> DecodedRows:
+        """Draft, verify and commit one tree per row, and return what `DecodeStep.commit` does; there may be
+        rows of padding.
+        """
         topologies = tuple(row.topology for row in plan.rows)
         depth = max(topology.depth for topology in topologies)
         flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})
@@ -152,9 +160,9 @@ class ModelRunner:
             # A step of roots only does no draft work: its positions stay pending.
             self._num_pending[slot] = depth + 1 if depth else self._num_pending[slot] + 1
         if self._graphs is not None:
-            answer = self._graphs.replay(slots, topologies, num_pending, flags)
-            if answer is not None:
-                return answer
+            decoded = self._graphs.replay(slots, topologies, num_pending, flags)
+            if decoded is not None:
+                return decoded
         batch = DecodeBatch(
             slots=self._tensor(slots),
             tree=self._tree_tensors(topologies),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import RowResult, StepResult
+from engine.sampling.logprobs import LogprobRows
 
 
 class StepTimer:
@@ -38,12 +39,20 @@ class StepTimer:
 
 class StepHandle:
     """The answer of one step on its way: rows [B, D + 2] int64 as `DecodeStep.commit` returns them, and
-    is_chunk_finite [C] bool of its chunks.
+    is_chunk_finite [C] bool of its chunks; `logprobs` where a row asks for some.
     """
 
-    def __init__(self, step_idx: int, rows: Tensor, is_chunk_finite: Tensor, timer: StepTimer) -> None:
+    def __init__(
+        self,
+        step_idx: int,
+        rows: Tensor,
+        is_chunk_finite: Tensor,
+        timer: StepTimer,
+        logprobs: LogprobRows | None = None,
+    ) -> None:
         self._step_idx = step_idx
         self._rows, self._is_chunk_finite = _to_host(rows), _to_host(is_chunk_finite)
+        self._logprobs = None if logprobs is None else logprobs.moved(_to_host)
         self._timer = timer
         timer.stop()
 
@@ -54,6 +63,8 @@ class StepHandle:
         rows = tuple(
             RowResult(tuple([token for token in row[:-1] if token >= 0]), bool(row[-1])) for row in answers
         )
+        if self._logprobs is not None:
+            rows = self._logprobs.join(rows)
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
         return StepResult(self._step_idx, rows, seconds, failed)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceDelta
+from engine.logprobs import TokenLogprob
 from engine.request import Sequence
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import TreeTopology
@@ -116,7 +117,11 @@ class Progress:
         return max(num_valid, num_cached - window)
 
     def delta(
-        self, token_ids: tuple[int, ...], num_accepted: int, message: str | None = None
+        self,
+        token_ids: tuple[int, ...],
+        num_accepted: int,
+        message: str | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
     ) -> SequenceDelta:
         """Return what the sequence gained, beside its totals so far."""
         sequence = self.sequence
@@ -130,6 +135,7 @@ class Progress:
             sequence.num_accepted,
             sequence.num_prefix_hits,
             message,
+            logprobs,
         )
 
     def invalidate_draft(self) -> None:

@@ -377,7 +377,7 @@ class Scheduler:
             self._publish(progress)
         if finish_reason is not None:
             self._finish(progress, finish_reason)
-        return progress.delta(token_ids, num_accepted)
+        return progress.delta(token_ids, num_accepted, logprobs=result.logprobs[: len(token_ids)])
 
     def _publish(self, progress: Progress) -> None:
         num_tokens = progress.num_publishable(self._config.draft_window)
