@@ -112,13 +112,15 @@ class RowResult:
 class StepResult:
     """The answer to a `StepPlan`, one `RowResult` per decode row, in the plan's order; `seconds` is how
     long the device worked on it. `failed_chunks` holds the indices of the plan's chunks whose hidden states
-    were not finite.
+    were not finite. `chunk_logprobs` has (index, entries) of each chunk that asks, an entry for each
+    of its positions about the token after it.
     """
 
     step_idx: int
     rows: tuple[RowResult, ...]
     seconds: float = 0.0
     failed_chunks: tuple[int, ...] = ()
+    chunk_logprobs: tuple[tuple[int, tuple[TokenLogprob, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,8 @@ class SequenceDelta:
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
     verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
     `num_accepted_in_step` says how many of `token_ids` were drafts: they come first. `logprobs` has one entry
-    per token where the request asks, else it is empty.
+    per token where the request asks, else it is empty; `prompt_logprobs` goes on with those of the prompt's
+    tokens but the first, before any token.
     """
 
     request_id: str
@@ -141,6 +144,7 @@ class SequenceDelta:
     num_prefix_hits: int
     message: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

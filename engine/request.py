@@ -20,7 +20,7 @@ class SamplingParams:
 
     `top_k` 0 means off. `seed` None lets the engine choose one. `speculation` is "auto", "off" or a tree
     name. `num_logprobs` asks for each emitted token's log-probability and for so many of the likeliest;
-    None asks for nothing.
+    None asks for nothing. `scores_prompt` asks for the prompt's tokens too.
     """
 
     temperature: float = 1.0
@@ -38,6 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
     speculation: str = "auto"
     num_logprobs: int | None = None
+    scores_prompt: bool = False
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_tokens", "min_tokens"):
@@ -63,6 +64,8 @@ class SamplingParams:
         if (count := self.num_logprobs) is not None:
             _require_integer("num_logprobs", count)
             _require("num_logprobs", count, 0 <= count <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        elif self.scores_prompt:
+            raise RequestError("scores_prompt needs num_logprobs", "num_logprobs")
         num_biases, num_stops = len(self.logit_bias), len(self.stop_token_ids)
         _require(
             "logit_bias", num_biases, num_biases <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} entries"

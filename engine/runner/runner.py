@@ -24,7 +24,7 @@ from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_state import SlotOps, SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
-from engine.sampling.logprobs import LogprobReader
+from engine.sampling.logprobs import LogprobReader, LogprobRows
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
@@ -126,13 +126,19 @@ class ModelRunner:
         if plan.growths:
             self._state.grow(plan.growths)
         nothing = torch.empty(0, dtype=torch.int64)
-        is_chunk_finite = self._prefill_step.run(plan.chunks) if plan.chunks else nothing.bool()
-        if not plan.rows:
-            return StepHandle(plan.step_idx, nothing[:, None], is_chunk_finite, timer)
-        slots = [row.slot for row in plan.rows]
-        decoded = self._decode(plan, slots)
-        logprobs = self._logprobs.read(slots, decoded.logits, decoded.verification)
-        return StepHandle(plan.step_idx, decoded.answer[: len(slots)], is_chunk_finite, timer, logprobs)
+        answer, is_chunk_finite = nothing[:, None], nothing.bool()
+        scored_rows: LogprobRows | None = None
+        scored_chunks: tuple[LogprobRows, ...] = ()
+        if plan.chunks:
+            prefilled = self._prefill_step.run(plan.chunks)
+            is_chunk_finite = prefilled.is_finite
+            scored_chunks = self._logprobs.score_chunks(plan.chunks, prefilled.hidden, self._target.logits)
+        if plan.rows:
+            slots = [row.slot for row in plan.rows]
+            decoded = self._decode(plan, slots)
+            answer = decoded.answer[: len(slots)]
+            scored_rows = self._logprobs.score_rows(slots, decoded.logits, decoded.verification)
+        return StepHandle(plan.step_idx, answer, is_chunk_finite, timer, scored_rows, scored_chunks)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         try:

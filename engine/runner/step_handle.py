@@ -39,7 +39,8 @@ class StepTimer:
 
 class StepHandle:
     """The answer of one step on its way: rows [B, D + 2] int64 as `DecodeStep.commit` returns them, and
-    is_chunk_finite [C] bool of its chunks; `logprobs` where a row asks for some.
+    is_chunk_finite [C] bool of its chunks; beside them the log-probabilities that some rows and chunks ask
+    for.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class StepHandle:
         rows: Tensor,
         is_chunk_finite: Tensor,
         timer: StepTimer,
-        logprobs: LogprobRows | None = None,
+        scored_rows: LogprobRows | None = None,
+        scored_chunks: tuple[LogprobRows, ...] = (),
     ) -> None:
         self._step_idx = step_idx
         self._rows, self._is_chunk_finite = _to_host(rows), _to_host(is_chunk_finite)
-        self._logprobs = None if logprobs is None else logprobs.moved(_to_host)
+        self._scored_rows = None if scored_rows is None else scored_rows.moved(_to_host)
+        self._scored_chunks = [chunk.moved(_to_host) for chunk in scored_chunks]
         self._timer = timer
         timer.stop()
 
@@ -63,11 +66,12 @@ class StepHandle:
         rows = tuple(
             RowResult(tuple([token for token in row[:-1] if token >= 0]), bool(row[-1])) for row in answers
         )
-        if self._logprobs is not None:
-            rows = self._logprobs.join(rows)
+        if self._scored_rows is not None:
+            rows = self._scored_rows.join(rows)
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
-        return StepResult(self._step_idx, rows, seconds, failed)
+        scored = tuple((chunk.row_idxs[0], chunk.entries(0)) for chunk in self._scored_chunks)
+        return StepResult(self._step_idx, rows, seconds, failed, scored)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

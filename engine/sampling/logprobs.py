@@ -11,17 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.batch import Admission, RowResult
+from engine.batch import Admission, PrefillChunk, RowResult
 from engine.logprobs import TokenLogprob
 from engine.speculation import Verification, upload
+
+_PIECE = 64  # positions of a prompt whose logits are held at once
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """What R of a step's rows asked for: `row_idxs` says which rows, `num_top` how many of the likeliest.
+    """What R rows of L positions asked for: `row_idxs` says which rows of the step, `num_top` how many of the
+    likeliest tokens.
 
-    values: [R, L, 1 + K] float32, at each of L = D + 1 levels the emitted token's, then the K largest in
-    falling order. token_ids: [R, L, K] int64, whose they are. A level that emitted nothing means nothing.
+    values: [R, L, 1 + K] float32, at each position the logprob of the token that came, then the K largest in
+    falling order. token_ids: [R, L, K] int64, whose they are.
     """
 
     row_idxs: tuple[int, ...]
@@ -34,20 +37,23 @@ class LogprobRows:
         return dataclasses.replace(self, values=move(self.values), token_ids=move(self.token_ids))
 
     def join(self, rows: Sequence[RowResult]) -> tuple[RowResult, ...]:
-        """Return the results of a step's rows, with what was asked for; the tensors are on the host."""
+        """Return the results of all rows of a step with what these asked for; the tensors are on the host."""
         joined = list(rows)
-        values: list[list[list[float]]] = self.values.tolist()
-        token_ids: list[list[list[int]]] = self.token_ids.tolist()
-        asked = zip(self.row_idxs, self.num_top, values, token_ids, strict=True)
-        for row_idx, num_top, row_values, row_ids in asked:
+        for place, row_idx in enumerate(self.row_idxs):
             row = joined[row_idx]
-            levels = zip(row_values, row_ids, row.token_ids, strict=False)  # the row may end before the step
-            logprobs = tuple(
-                TokenLogprob(first, tuple(zip(best[:num_top], rest, strict=False)))
-                for (first, *rest), best, _ in levels
-            )
-            joined[row_idx] = dataclasses.replace(row, logprobs=logprobs)
+            # A row may emit less than the deepest tree of the step: positions behind that mean nothing.
+            joined[row_idx] = dataclasses.replace(row, logprobs=self.entries(place)[: len(row.token_ids)])
         return tuple(joined)
+
+    def entries(self, place: int) -> tuple[TokenLogprob, ...]:
+        """Return the positions of the row at `place` among these."""
+        num_top = self.num_top[place]
+        values: list[list[float]] = self.values[place, :, : 1 + num_top].tolist()
+        token_ids: list[list[int]] = self.token_ids[place, :, :num_top].tolist()
+        return tuple(
+            TokenLogprob(first, tuple(zip(best, rest, strict=True)))
+            for (first, *rest), best in zip(values, token_ids, strict=True)
+        )
 
 
 class LogprobReader:
@@ -55,15 +61,21 @@ class LogprobReader:
 
     def __init__(self) -> None:
         self._num_top: dict[int, int] = {}  # of the slots whose last owner asked
+        self._scoring: set[int] = set()  # slots whose last owner asked for the prompt too
 
     def admit(self, admission: Admission) -> None:
         """Note what the new owner of a slot asks for."""
         self._num_top.pop(admission.slot, None)
+        self._scoring.discard(admission.slot)
         if admission.sampling.num_logprobs is not None:
             self._num_top[admission.slot] = admission.sampling.num_logprobs
+        if admission.sampling.scores_prompt:
+            self._scoring.add(admission.slot)
 
-    def read(self, slots: Sequence[int], logits: Tensor, verification: Verification) -> LogprobRows | None:
-        """Return what the rows `slots` of a step ask for; None where none does.
+    def score_rows(
+        self, slots: Sequence[int], logits: Tensor, verification: Verification
+    ) -> LogprobRows | None:
+        """Return what the decode rows `slots` of a step ask for; None where none does.
 
         logits: [B, N, V], of every node; there may be more rows of padding. Enqueues a few launches a level
         on the device and waits for nothing.
@@ -81,6 +93,26 @@ class LogprobReader:
         ]
         values, best = (torch.stack(parts, 1) for parts in zip(*levels, strict=True))
         return LogprobRows(row_idxs, num_top, values, best)
+
+    def score_chunks(
+        self, chunks: Sequence[PrefillChunk], hidden: Tensor, head: Callable[[Tensor], Tensor]
+    ) -> tuple[LogprobRows, ...]:
+        """Return one entry for each chunk that asks: the logprob of the token after each of its positions.
+
+        hidden: [T, H], of all chunks side by side; head: [T, H] -> [T, V] logits.
+        """
+        scored, end = [], 0
+        for idx, chunk in enumerate(chunks):
+            start, end = end, end + len(chunk.token_ids)
+            if chunk.slot in self._scoring:
+                after = upload((*chunk.token_ids[1:], chunk.next_token_id), torch.int64, hidden.device)
+                num_top = self._num_top[chunk.slot]
+                pieces = [slice(first, first + _PIECE) for first in range(0, end - start, _PIECE)]
+                states = hidden[start:end]
+                parts = [score(head(states[piece]), after[piece], num_top) for piece in pieces]
+                values, best = (torch.cat(part)[None] for part in zip(*parts, strict=True))
+                scored.append(LogprobRows((idx,), (num_top,), values, best))
+        return tuple(scored)
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.errors import RequestError
 from engine.layers.rotary import rotate_qkv
 from engine.logprobs import TokenLogprob
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, SamplingParams
 from engine.runner.runner import ModelRunner
 from tests.exactness.head import build_drafter
 from tests.exactness.oracle import FIRST, VARYING, AdversarialDrafter, OracleDrafter
@@ -203,3 +204,77 @@ def test_a_row_that_fails_has_no_logprobs():
     engine.add(asked)
     deltas = [delta for _ in range(3) for delta in engine.step()]
     assert [(d.finish_reason, d.logprobs) for d in deltas] == [(FinishReason.ERROR, ())]
+
+
+def run_scored(engine: Engine, asked: list[Request]) -> tuple[Outputs, Logprobs, Logprobs]:
+    """Run requests that want their prompts scored; each prompt's scores come whole before any token."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    logprobs: Logprobs = {request.request_id: [] for request in asked}
+    scores: Logprobs = {request.request_id: [] for request in asked}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        for delta in engine.step():
+            assert not (delta.prompt_logprobs and tokens[delta.request_id])
+            tokens[delta.request_id] += delta.token_ids
+            logprobs[delta.request_id] += delta.logprobs
+            scores[delta.request_id] += delta.prompt_logprobs
+    return {name: tuple(ids) for name, ids in tokens.items()}, logprobs, scores
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        EngineShape(),
+        EngineShape(mode="tree-8", max_batched_tokens=13),
+        EngineShape(mode="chain-3", block_size=1, num_blocks=110),
+        EngineShape(mode="chain-3", block_size=4, num_blocks=20, max_batched_tokens=16),
+    ],
+    ids=["plain", "chunks", "preemption", "preemption inside a prompt"],
+)
+def test_a_scored_prompt_gets_the_logprob_of_every_token_once(shape):
+    asked = requests("seeded", num=6, shared=12, max_tokens=12)
+    scored = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, scores_prompt=idx % 3 != 1))
+        for idx, r in enumerate(asked)
+    ]
+    drafter = None if shape.mode == "off" else oracle(asked, plain(asked))
+    engine = build_engine(TARGET, drafter, shape)
+    for _ in range(2):  # the second time all prompts are in the prefix cache
+        outputs, logprobs, scores = run_scored(engine, scored)
+        assert outputs == plain(asked)
+        for request in scored:
+            name, prompt = request.request_id, request.prompt_token_ids
+            check(request, outputs[name], logprobs[name])
+            if request.sampling.scores_prompt:
+                check(dataclasses.replace(request, prompt_token_ids=prompt[:1]), prompt[1:], scores[name])
+            else:
+                assert scores[name] == []
+    assert (engine.stats().num_preemptions > 0) == (shape.num_blocks < 400)
+
+
+def test_a_prompt_longer_than_a_piece_is_scored_whole():
+    (prompt,) = prompts(1, length=150)
+    asked = request_of("r", prompt, 1, max_tokens=1, num_logprobs=0, scores_prompt=True)
+    engine = build_engine(TARGET, None, EngineShape())
+    _, _, scores = run_scored(engine, [asked])
+    check(dataclasses.replace(asked, prompt_token_ids=prompt[:1]), prompt[1:], scores["r"])
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score():
+    asked = request_of("r", (7,), 1, max_tokens=3, num_logprobs=2, scores_prompt=True)
+    outputs, logprobs, scores = run_scored(build_engine(TARGET, None, EngineShape()), [asked])
+    check(asked, outputs["r"], logprobs["r"])
+    assert scores["r"] == []
+
+
+@pytest.mark.parametrize("count", [-1, 21, 1.0])
+def test_a_bad_count_is_refused_by_name(count):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(num_logprobs=count)
+    assert caught.value.parameter == "num_logprobs"
+
+
+def test_scoring_a_prompt_needs_a_count():
+    with pytest.raises(RequestError, match="num_logprobs"):
+        SamplingParams(scores_prompt=True)
