@@ -19,6 +19,7 @@ from engine.errors import (
     StepError,
     TrainingError,
 )
+from engine.logprobs import TokenLogprob
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
@@ -62,6 +63,7 @@ __all__ = [
     "StopStrings",
     "SyntheticEngine",
     "SyntheticWeights",
+    "TokenLogprob",
     "TrainingError",
     "WorkPart",
     "chain",

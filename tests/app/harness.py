@@ -5,7 +5,7 @@ The fixtures over them are left to `conftest`.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
-from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta, TokenLogprob
 
 MAX_MODEL_LEN = 512
 MAX_NUM_WAITING = 64
@@ -83,6 +83,7 @@ class SpokenEngine:
     failure: SequenceDelta | None = None
     health_error: Exception | None = None
     num_steps_before_stall: int | None = None
+    score: Callable[[Request, int], float] = lambda request, idx: -(idx + 1) / 8
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         self.requests.append(request)
@@ -118,9 +119,30 @@ class SpokenEngine:
             if start + self.run_len >= len(ids):
                 reason = FinishReason.STOP if run[-1] == 1 else FinishReason.LENGTH
             num_kept = start - step + len(run) - 1
+            scores = self._scores(request, ids[: start + self.run_len])[start:]
+            prompt = self._scores(request, list(request.prompt_token_ids))[1:]
             yield SequenceDelta(
-                request.request_id, run, len(run) - 1, reason, step + 1, 4 * (step + 1), num_kept, 4
+                request.request_id,
+                run,
+                len(run) - 1,
+                reason,
+                step + 1,
+                4 * (step + 1),
+                num_kept,
+                4,
+                logprobs=scores,
+                prompt_logprobs=prompt if step == 0 and request.sampling.scores_prompt else (),
             )
+
+    def _scores(self, request: Request, token_ids: list[int]) -> tuple[TokenLogprob, ...]:
+        """Score each token by its place; the likeliest are 2 and those behind it, less likely one by one."""
+        count = request.sampling.num_logprobs
+        if count is None:
+            return ()
+        scores = [self.score(request, idx) for idx in range(len(token_ids))]
+        return tuple(
+            TokenLogprob(score, tuple((2 + rank, score - rank) for rank in range(count))) for score in scores
+        )
 
     async def stats(self) -> EngineStats:
         return EngineStats(
