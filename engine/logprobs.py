@@ -1,4 +1,4 @@
-"""How likely the target held a token of a text, as plain data.
+"""How likely the target held the tokens of a text, as plain data.
 
 Computing it is left to `sampling/logprobs`, wording it to the process that owns text.
 """
@@ -15,3 +15,21 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """How far a scored prompt has been told: of `num_told` tokens behind its first."""
+
+    num_told: int = 0
+
+    def take(self, logprobs: tuple[TokenLogprob, ...], end: int, num_prompt: int) -> tuple[TokenLogprob, ...]:
+        """Return what a chunk up to position `end` says of the prompt and was not told before.
+
+        `logprobs` has an entry for each position, about the token after it. A preempted prompt runs again
+        from its start, with what was emitted behind it.
+        """
+        first = end - len(logprobs) + 1  # the token that the first entry is about
+        told = logprobs[self.num_told + 1 - first : num_prompt - first] if logprobs else ()
+        self.num_told += len(told)
+        return told

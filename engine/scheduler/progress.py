@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceDelta
-from engine.logprobs import TokenLogprob
+from engine.logprobs import PromptScores, TokenLogprob
 from engine.request import Sequence
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import TreeTopology
@@ -21,8 +21,7 @@ class Progress:
     been given to a prefill chunk, up to `prefill_end`; `store_from` is where writing starts. `ahead` holds
     the topologies of planned decode steps that are not committed, oldest first, and `num_ahead` counts the
     tokens that they may emit; `num_in_flight` counts those steps and uncommitted chunks. `draft_valid` is a
-    range of positions whose draft K/V is sure to be written by steps already launched. `num_scored` counts
-    the tokens of the prompt behind the first whose logprobs are told.
+    range of positions whose draft K/V is sure to be written by steps already launched.
     """
 
     sequence: Sequence
@@ -35,7 +34,7 @@ class Progress:
     ahead: deque[TreeTopology] = field(default_factory=deque)
     num_ahead: int = 0
     draft_valid: range = range(0)
-    num_scored: int = 0
+    scores: PromptScores = field(default_factory=PromptScores)
 
     @property
     def is_prefilling(self) -> bool:
@@ -85,15 +84,6 @@ class Progress:
         self.num_prefilled = max(0, num_hit - 1)
         self.store_from = num_hit
         self.draft_valid = range(draft_start, num_hit)
-
-    def score(self, end: int, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """Return what a chunk up to `end` says of the prompt and was not told before: a preempted one runs
-        again, with what was emitted behind it.
-        """
-        first = end - len(logprobs) + 1  # the token that the first entry is about
-        told = logprobs[self.num_scored + 1 - first : self.sequence.num_prompt - first] if logprobs else ()
-        self.num_scored += len(told)
-        return told
 
     def extend_draft(self, end: int) -> None:
         """Note that a chunk up to `end` filled the draft K/V as well."""

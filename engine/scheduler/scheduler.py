@@ -353,7 +353,7 @@ class Scheduler:
             sequence.num_cached = chunk.end
             progress.extend_draft(chunk.end)
             self._publish(progress)
-        scored = progress.score(chunk.end, logprobs)
+        scored = progress.scores.take(logprobs, chunk.end, sequence.num_prompt)
         return progress.delta((), 0, prompt_logprobs=scored) if scored else None
 
     def _fail(self, progress: Progress, message: str) -> SequenceDelta:
