@@ -322,3 +322,19 @@ def test_offsets_do_not_depend_on_how_steps_were_cut(tokenizer: Tokenizer, stops
     (offsets,) = found
     assert list(offsets) == sorted(offsets)
     assert all(b - a <= 1 for a, b in itertools.pairwise(offsets))
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_calls_of_functions_keep_the_logprobs_of_their_tokens(
+    client: httpx.AsyncClient, engine: SpokenEngine, is_stream: bool
+) -> None:
+    engine.text = 'Now: <tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    options = {"include_usage": True} if is_stream else None
+    body = chat_body(logprobs=True, tools=[tool], stream=is_stream, stream_options=options)
+    bodies = await post(client, CHAT, body)
+    choices = [choice for body in bodies for choice in body["choices"]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    content = chat_content(bodies)
+    assert bytes(byte for token in content for byte in token["bytes"]) == engine.text.encode() + EOS
+    assert len(content) == bodies[-1]["usage"]["completion_tokens"]
