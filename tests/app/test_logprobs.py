@@ -3,6 +3,7 @@
 Whether the numbers are the target's is left to `tests/exactness` and to `test_logprobs_served`.
 """
 
+import dataclasses
 import itertools
 
 import httpx
@@ -329,6 +330,7 @@ async def test_calls_of_functions_keep_the_logprobs_of_their_tokens(
     client: httpx.AsyncClient, engine: SpokenEngine, is_stream: bool
 ) -> None:
     engine.text = 'Now: <tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
+    engine.facts = dataclasses.replace(engine.facts, max_model_len=4096)  # the tool is written in words
     tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
     options = {"include_usage": True} if is_stream else None
     body = chat_body(logprobs=True, tools=[tool], stream=is_stream, stream_options=options)
