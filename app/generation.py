@@ -124,9 +124,9 @@ async def _run_choice(
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     async with aclosing(engine.generate(request)) as steps:
         async for step in steps:
-            prompt_logprobs += step.prompt_logprobs
             if not step.token_ids and step.finish_reason is None:
-                continue  # a part of the prompt
+                prompt_logprobs += step.logprobs
+                continue
             num_before = answer.num_tokens
             text = answer.append(step)
             yield ChoiceDelta(

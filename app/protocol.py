@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from app.body import Body, parse
 from app.call import CallOptions, ChatCall, CompletionCall, Prompt
 from app.chat_protocol import MessageBody, ShapeFields, ToolChoice, check_choice
-from engine import RequestError, SamplingParams
+from engine import RequestError, SamplingParams, WantedLogprobs
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ class _GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             speculation=_default(self.speculation, "auto"),
-            num_logprobs=num_logprobs,
+            logprobs=None if num_logprobs is None else WantedLogprobs(num_logprobs),
         )
 
 
@@ -178,9 +178,10 @@ class CompletionBody(_GenerationBody):
         max_tokens = 1 if is_echo_alone else self.max_tokens
         options = self.options(max_tokens, DEFAULT_COMPLETION_TOKENS, self.logprobs)
         if is_echoed:
-            sampling = dataclasses.replace(options.sampling, scores_prompt=options.shows_logprobs)
             max_tokens = 0 if is_echo_alone else max_tokens
-            options = dataclasses.replace(options, sampling=sampling, is_echoed=True, max_tokens=max_tokens)
+            options = dataclasses.replace(options, is_echoed=True, max_tokens=max_tokens)
+        if is_echoed and self.logprobs is not None:
+            options = _asking(options, WantedLogprobs(self.logprobs, scores_prompt=True))
         return CompletionCall(tuple(self.prompt), self._with_best(options))
 
     def _with_best(self, options: CallOptions) -> CallOptions:
@@ -194,8 +195,13 @@ class CompletionBody(_GenerationBody):
             raise RequestError(
                 "best_of above n cannot be streamed: all must end before one is best", "best_of"
             )
-        sampling = dataclasses.replace(options.sampling, num_logprobs=self.logprobs or 0)
-        return dataclasses.replace(options, sampling=sampling, num_choices=num_drawn, num_best=num_best)
+        options = _asking(options, options.sampling.logprobs or WantedLogprobs())
+        return dataclasses.replace(options, num_choices=num_drawn, num_best=num_best)
+
+
+def _asking(options: CallOptions, wanted: WantedLogprobs) -> CallOptions:
+    sampling = dataclasses.replace(options.sampling, logprobs=wanted)
+    return dataclasses.replace(options, sampling=sampling)
 
 
 def parse_chat(body: bytes) -> ChatCall:

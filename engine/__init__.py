@@ -19,7 +19,7 @@ from engine.errors import (
     StepError,
     TrainingError,
 )
-from engine.logprobs import TokenLogprob
+from engine.logprobs import TokenLogprob, WantedLogprobs
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
@@ -64,6 +64,7 @@ __all__ = [
     "SyntheticEngine",
     "SyntheticWeights",
     "TokenLogprob",
+    "WantedLogprobs",
     "TrainingError",
     "WorkPart",
     "chain",

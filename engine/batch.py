@@ -5,7 +5,7 @@ Device tensors are built from it in `runner` only.
 
 from dataclasses import dataclass
 
-from engine.logprobs import TokenLogprob
+from engine.logprobs import Logprobs
 from engine.request import FinishReason, SamplingParams
 from engine.tree.topology import TreeTopology
 
@@ -105,7 +105,7 @@ class RowResult:
 
     token_ids: tuple[int, ...]
     is_finite: bool = True
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: Logprobs = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class StepResult:
     rows: tuple[RowResult, ...]
     seconds: float = 0.0
     failed_chunks: tuple[int, ...] = ()
-    chunk_logprobs: tuple[tuple[int, tuple[TokenLogprob, ...]], ...] = ()
+    chunk_logprobs: tuple[tuple[int, Logprobs], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ class SequenceDelta:
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
     verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
     `num_accepted_in_step` says how many of `token_ids` were drafts: they come first. `logprobs` has one entry
-    per token where the request asks, else it is empty; `prompt_logprobs` goes on with those of the prompt's
-    tokens but the first, before any token.
+    per token where the request asks; in a delta without tokens it goes on with the prompt, from its second
+    token.
     """
 
     request_id: str
@@ -143,8 +143,7 @@ class SequenceDelta:
     num_accepted: int
     num_prefix_hits: int
     message: str | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: Logprobs = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,29 @@
-"""How likely the target held the tokens of a text, as plain data.
+"""Asking for log-probabilities, and what is told of a token, as plain data.
 
-Computing it is left to `sampling/logprobs`, wording it to the process that owns text.
+Computing them is left to `sampling/logprobs`, wording them to the process that owns text.
 """
 
 from dataclasses import dataclass
+
+from engine.errors import RequestError
+
+MAX_TOP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """What a request asks for: of each emitted token its own and those of the `num_top` likeliest there; with
+    `scores_prompt` of the prompt's tokens as well. Raises `RequestError` for a bad count.
+    """
+
+    num_top: int = 0
+    scores_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_top, int) or not 0 <= self.num_top <= MAX_TOP:
+            raise RequestError(
+                f"logprobs must be an integer, 0 to {MAX_TOP}, found {self.num_top!r}", "logprobs"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +35,9 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+Logprobs = tuple[TokenLogprob, ...]
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.errors import RequestError
+from engine.logprobs import WantedLogprobs
 
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKENS = 64
-MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # counts of tokens that fit in the device's integers
 
 
@@ -19,8 +19,7 @@ class SamplingParams:
     """How tokens are drawn. Valid once built; a bad value raises `RequestError` naming the field.
 
     `top_k` 0 means off. `seed` None lets the engine choose one. `speculation` is "auto", "off" or a tree
-    name. `num_logprobs` asks for each emitted token's log-probability and for so many of the likeliest;
-    None asks for nothing. `scores_prompt` asks for the prompt's tokens too.
+    name. `logprobs` None asks for none.
     """
 
     temperature: float = 1.0
@@ -37,8 +36,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: str = "auto"
-    num_logprobs: int | None = None
-    scores_prompt: bool = False
+    logprobs: WantedLogprobs | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_tokens", "min_tokens"):
@@ -61,11 +59,6 @@ class SamplingParams:
         if self.seed is not None:
             _require_integer("seed", self.seed)
             _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")
-        if (count := self.num_logprobs) is not None:
-            _require_integer("num_logprobs", count)
-            _require("num_logprobs", count, 0 <= count <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
-        elif self.scores_prompt:
-            raise RequestError("scores_prompt needs num_logprobs", "num_logprobs")
         num_biases, num_stops = len(self.logit_bias), len(self.stop_token_ids)
         _require(
             "logit_bias", num_biases, num_biases <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} entries"

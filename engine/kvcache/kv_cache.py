@@ -59,7 +59,8 @@ class KVCache:
         """Find the longest run of cached blocks that starts the known tokens; at least one token is left out,
         the root of the next decode step. Takes no reference. A prompt that is scored runs whole.
         """
-        if not self._enable_prefix_cache or sequence.request.sampling.scores_prompt:
+        wanted = sequence.request.sampling.logprobs
+        if not self._enable_prefix_cache or (wanted and wanted.scores_prompt):
             return PrefixHit((), 0)
         block_ids: list[int] = []
         draft_start = 0

@@ -17,9 +17,10 @@ from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
+from engine.runner.step_output import DecodedRows
 from engine.runner.step_rows import StepRows
 from engine.sampling.verify import Verify
-from engine.speculation import SamplingFlags, TreeTensors, Verification
+from engine.speculation import SamplingFlags, TreeTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,6 @@ class NodeOutput:
     logits: Tensor
     features: Tensor
     scratch: TreeScratch
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedRows:
-    """What came of the rows of a step, the last of which may be padding: the host's answer [B, D + 2] int64,
-    and beside it the target's raw logits [B, N, V] and how they were walked.
-    """
-
-    answer: Tensor
-    logits: Tensor
-    verification: Verification
 
 
 class DecodeStep:

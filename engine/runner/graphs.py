@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 import torch
 
 from engine.batch import DUMMY_SLOT
-from engine.runner.decode_step import DecodeBatch, DecodedRows, DecodeStep, NodeOutput
+from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
+from engine.runner.step_output import DecodedRows
 from engine.runner.step_rows import StepRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology

@@ -5,7 +5,6 @@ Which chunks run is decided by the scheduler; attention over pages is left to th
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,15 +16,8 @@ from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
+from engine.runner.step_output import PrefilledChunks
 from engine.speculation import upload
-
-
-@dataclass(frozen=True, slots=True)
-class PrefilledChunks:
-    """What came of C chunks of T tokens: is_finite [C] bool, and hidden [T, H], the input of the head."""
-
-    is_finite: Tensor
-    hidden: Tensor
 
 
 class PrefillStep:

@@ -19,12 +19,13 @@ from engine.draft.drafter import Drafter, TreeDrafter
 from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
-from engine.runner.decode_step import DecodeBatch, DecodedRows, DecodeStep
+from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.graphs import StepGraphs, row_bucket
+from engine.runner.logprobs import LogprobReader
 from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_state import SlotOps, SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
-from engine.sampling.logprobs import LogprobReader, LogprobRows
+from engine.runner.step_output import DecodedRows
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
@@ -78,7 +79,7 @@ class ModelRunner:
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
-        self._logprobs = LogprobReader()
+        self._logprobs = LogprobReader(target.logits)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
         self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
@@ -125,20 +126,10 @@ class ModelRunner:
             self._admit(plan.admissions)
         if plan.growths:
             self._state.grow(plan.growths)
-        nothing = torch.empty(0, dtype=torch.int64)
-        answer, is_chunk_finite = nothing[:, None], nothing.bool()
-        scored_rows: LogprobRows | None = None
-        scored_chunks: tuple[LogprobRows, ...] = ()
-        if plan.chunks:
-            prefilled = self._prefill_step.run(plan.chunks)
-            is_chunk_finite = prefilled.is_finite
-            scored_chunks = self._logprobs.score_chunks(plan.chunks, prefilled.hidden, self._target.logits)
-        if plan.rows:
-            slots = [row.slot for row in plan.rows]
-            decoded = self._decode(plan, slots)
-            answer = decoded.answer[: len(slots)]
-            scored_rows = self._logprobs.score_rows(slots, decoded.logits, decoded.verification)
-        return StepHandle(plan.step_idx, answer, is_chunk_finite, timer, scored_rows, scored_chunks)
+        prefilled = self._prefill_step.run(plan.chunks) if plan.chunks else None
+        decoded = self._decode(plan) if plan.rows else None
+        logprobs = self._logprobs.read(plan.rows, decoded, plan.chunks, prefilled)
+        return StepHandle(plan, decoded, prefilled, logprobs, timer)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         try:
@@ -154,10 +145,9 @@ class ModelRunner:
             self._num_pending[admission.slot] = 1
             self._logprobs.admit(admission)
 
-    def _decode(self, plan: StepPlan, slots: list[int]) -> DecodedRows:
-        """Draft, verify and commit one tree per row, and return what `DecodeStep.commit` does; there may be
-        rows of padding.
-        """
+    def _decode(self, plan: StepPlan) -> DecodedRows:
+        """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does, and padding."""
+        slots = [row.slot for row in plan.rows]
         topologies = tuple(row.topology for row in plan.rows)
         depth = max(topology.depth for topology in topologies)
         flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})

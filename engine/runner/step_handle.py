@@ -8,8 +8,9 @@ import time
 import torch
 from torch import Tensor
 
-from engine.batch import RowResult, StepResult
-from engine.sampling.logprobs import LogprobRows
+from engine.batch import RowResult, StepPlan, StepResult
+from engine.runner.logprobs import StepLogprobs
+from engine.runner.step_output import DecodedRows, PrefilledChunks
 
 
 class StepTimer:
@@ -38,24 +39,23 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step on its way: rows [B, D + 2] int64 as `DecodeStep.commit` returns them, and
-    is_chunk_finite [C] bool of its chunks; beside them the log-probabilities that some rows and chunks ask
-    for.
+    """The answer of one step on its way: rows [B, D + 2] int64 as `CommittedRows` has them, is_chunk_finite
+    [C] bool of its chunks, and the log-probabilities that some of them ask for.
     """
 
     def __init__(
         self,
-        step_idx: int,
-        rows: Tensor,
-        is_chunk_finite: Tensor,
+        plan: StepPlan,
+        decoded: DecodedRows | None,
+        prefilled: PrefilledChunks | None,
+        logprobs: StepLogprobs,
         timer: StepTimer,
-        scored_rows: LogprobRows | None = None,
-        scored_chunks: tuple[LogprobRows, ...] = (),
     ) -> None:
-        self._step_idx = step_idx
-        self._rows, self._is_chunk_finite = _to_host(rows), _to_host(is_chunk_finite)
-        self._scored_rows = None if scored_rows is None else scored_rows.moved(_to_host)
-        self._scored_chunks = [chunk.moved(_to_host) for chunk in scored_chunks]
+        self._step_idx = plan.step_idx
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._rows = nothing if decoded is None else _to_host(decoded.answer[: len(plan.rows)])
+        self._is_chunk_finite = nothing if prefilled is None else _to_host(prefilled.is_finite)
+        self._logprobs = logprobs.moved(_to_host)
         self._timer = timer
         timer.stop()
 
@@ -66,12 +66,10 @@ class StepHandle:
         rows = tuple(
             RowResult(tuple([token for token in row[:-1] if token >= 0]), bool(row[-1])) for row in answers
         )
-        if self._scored_rows is not None:
-            rows = self._scored_rows.join(rows)
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
-        scored = tuple((chunk.row_idxs[0], chunk.entries(0)) for chunk in self._scored_chunks)
-        return StepResult(self._step_idx, rows, seconds, failed, scored)
+        rows = self._logprobs.join(rows)
+        return StepResult(self._step_idx, rows, seconds, failed, self._logprobs.of_chunks())
 
 
 def _to_host(tensor: Tensor) -> Tensor:

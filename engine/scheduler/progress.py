@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceDelta
-from engine.logprobs import PromptScores, TokenLogprob
+from engine.logprobs import Logprobs, PromptScores
 from engine.request import Sequence
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import TreeTopology
@@ -118,12 +118,7 @@ class Progress:
         return max(num_valid, num_cached - window)
 
     def delta(
-        self,
-        token_ids: tuple[int, ...],
-        num_accepted: int,
-        message: str | None = None,
-        logprobs: tuple[TokenLogprob, ...] = (),
-        prompt_logprobs: tuple[TokenLogprob, ...] = (),
+        self, token_ids: tuple[int, ...], num_accepted: int, message: str | None = None, scores: Logprobs = ()
     ) -> SequenceDelta:
         """Return what the sequence gained, beside its totals so far."""
         sequence = self.sequence
@@ -137,8 +132,7 @@ class Progress:
             sequence.num_accepted,
             sequence.num_prefix_hits,
             message,
-            logprobs,
-            prompt_logprobs,
+            scores,
         )
 
     def invalidate_draft(self) -> None:

@@ -12,7 +12,7 @@ from itertools import islice
 from engine.batch import Load, RowResult, SequenceDelta, StepPlan, StepResult
 from engine.errors import CapacityError, ConfigError, RequestError
 from engine.kvcache.kv_cache import KVCache
-from engine.logprobs import TokenLogprob
+from engine.logprobs import Logprobs
 from engine.request import FinishReason, Sequence, SequenceStatus
 from engine.scheduler.progress import Progress
 from engine.scheduler.queue import WaitingQueue
@@ -340,9 +340,7 @@ class Scheduler:
         sequence.finish_reason = reason
         del self._live[sequence.request.request_id]
 
-    def _commit_chunk(
-        self, chunk: FlightChunk, is_finite: bool, logprobs: tuple[TokenLogprob, ...]
-    ) -> SequenceDelta | None:
+    def _commit_chunk(self, chunk: FlightChunk, is_finite: bool, logprobs: Logprobs) -> SequenceDelta | None:
         progress, sequence = chunk.progress, chunk.progress.sequence
         progress.num_in_flight -= 1
         if sequence.is_finished:
@@ -354,7 +352,7 @@ class Scheduler:
             progress.extend_draft(chunk.end)
             self._publish(progress)
         scored = progress.scores.take(logprobs, chunk.end, sequence.num_prompt)
-        return progress.delta((), 0, prompt_logprobs=scored) if scored else None
+        return progress.delta((), 0, scores=scored) if scored else None
 
     def _fail(self, progress: Progress, message: str) -> SequenceDelta:
         self._finish(progress, FinishReason.ERROR)
@@ -382,7 +380,7 @@ class Scheduler:
             self._publish(progress)
         if finish_reason is not None:
             self._finish(progress, finish_reason)
-        return progress.delta(token_ids, num_accepted, logprobs=result.logprobs[: len(token_ids)])
+        return progress.delta(token_ids, num_accepted, scores=result.logprobs[: len(token_ids)])
 
     def _publish(self, progress: Progress) -> None:
         num_tokens = progress.num_publishable(self._config.draft_window)

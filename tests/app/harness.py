@@ -120,7 +120,10 @@ class SpokenEngine:
                 reason = FinishReason.STOP if run[-1] == 1 else FinishReason.LENGTH
             num_kept = start - step + len(run) - 1
             scores = self._scores(request, ids[: start + self.run_len])[start:]
+            wanted = request.sampling.logprobs
             prompt = self._scores(request, list(request.prompt_token_ids))[1:]
+            if step == 0 and wanted is not None and wanted.scores_prompt and prompt:
+                yield SequenceDelta(request.request_id, (), 0, None, 0, 0, 0, 4, logprobs=prompt)
             yield SequenceDelta(
                 request.request_id,
                 run,
@@ -131,17 +134,17 @@ class SpokenEngine:
                 num_kept,
                 4,
                 logprobs=scores,
-                prompt_logprobs=prompt if step == 0 and request.sampling.scores_prompt else (),
             )
 
     def _scores(self, request: Request, token_ids: list[int]) -> tuple[TokenLogprob, ...]:
         """Score each token by its place; the likeliest are 2 and those behind it, less likely one by one."""
-        count = request.sampling.num_logprobs
-        if count is None:
+        wanted = request.sampling.logprobs
+        if wanted is None:
             return ()
         scores = [self.score(request, idx) for idx in range(len(token_ids))]
         return tuple(
-            TokenLogprob(score, tuple((2 + rank, score - rank) for rank in range(count))) for score in scores
+            TokenLogprob(score, tuple((2 + rank, score - rank) for rank in range(wanted.num_top)))
+            for score in scores
         )
 
     async def stats(self) -> EngineStats:

@@ -12,7 +12,7 @@ import pytest
 
 from app.answer import Answer
 from app.tokenizer import Tokenizer
-from engine import FinishReason, StopStrings
+from engine import FinishReason, StopStrings, WantedLogprobs
 from tests.app.harness import SpokenEngine, chat_body, completion_body, events
 from tests.app.test_answer import deltas_of
 
@@ -101,7 +101,7 @@ async def test_nothing_is_told_or_computed_unasked(client: httpx.AsyncClient, en
     for path, body in ((CHAT, chat_body(logprobs=False)), (COMPLETIONS, completion_body(logprobs=False))):
         (answer,) = await post(client, path, body)
         assert answer["choices"][0]["logprobs"] is None
-    assert [request.sampling.num_logprobs for request in engine.requests] == [None, None]
+    assert [request.sampling.logprobs for request in engine.requests] == [None, None]
 
 
 async def test_logprobs_without_top_logprobs_tell_the_token_alone(
@@ -111,7 +111,7 @@ async def test_logprobs_without_top_logprobs_tell_the_token_alone(
     assert {len(token["top_logprobs"]) for token in content} == {0}
     (answer,) = await post(client, COMPLETIONS, completion_body(logprobs=0))
     assert answer["choices"][0]["logprobs"]["top_logprobs"][0] == {"H": -0.125}
-    assert [request.sampling.num_logprobs for request in engine.requests] == [0, 0]
+    assert [request.sampling.logprobs for request in engine.requests] == [WantedLogprobs()] * 2
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -185,7 +185,9 @@ async def test_echo_has_the_prompts_tokens_in_front(
         lists = completion_lists(bodies, index)
         assert lists["tokens"][:2] == ['"', "H"]
         assert lists["token_logprobs"][:2] == [None, -0.125]
-    assert all(request.sampling.scores_prompt for request in engine.requests)
+    assert {request.sampling.logprobs for request in engine.requests} == {
+        WantedLogprobs(1, scores_prompt=True)
+    }
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -238,7 +240,7 @@ async def test_best_of_equal_to_n_draws_and_streams_as_usual(
 ) -> None:
     bodies = await post(client, COMPLETIONS, completion_body(n=2, best_of=2, stream=is_stream))
     assert {choice["index"] for body in bodies for choice in body["choices"]} == {0, 1}
-    assert [request.sampling.num_logprobs for request in engine.requests] == [None, None]
+    assert [request.sampling.logprobs for request in engine.requests] == [None, None]
 
 
 async def test_best_of_answers_the_likeliest_per_token_and_counts_all(
@@ -269,8 +271,7 @@ async def test_best_of_ranks_by_the_mean_not_by_the_length_and_not_by_the_echo(
     assert len(answer["choices"]) == 1
     assert answer["choices"][0]["text"] == "abcdefghHello, world"
     assert answer["choices"][0]["logprobs"] is None, "logprobs rank, but nobody asked to see them"
-    assert [request.sampling.num_logprobs for request in engine.requests] == [0, 0]
-    assert not any(request.sampling.scores_prompt for request in engine.requests)
+    assert [request.sampling.logprobs for request in engine.requests] == [WantedLogprobs()] * 2
 
 
 async def test_official_client_reads_every_shape(agent: openai.AsyncOpenAI, engine: SpokenEngine) -> None:

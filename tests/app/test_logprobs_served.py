@@ -134,7 +134,7 @@ async def test_answers_tell_what_the_model_says(client: httpx.AsyncClient, folde
     reference = Reference(folder)
     accepted = await asyncio.gather(*(chat(client, reference, folder.name, name) for name in SPECULATIONS))
     assert accepted[0] == 0
-    assert min(accepted[1:]) > 0
+    assert min(accepted[1:3]) > 0, "auto is the dispatcher's to choose"
     for max_tokens in (0, 1, 20, 20):  # the last one finds its prompt in the prefix cache
         await completion(client, reference, folder.name, max_tokens)
 

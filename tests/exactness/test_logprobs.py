@@ -9,8 +9,8 @@ import torch
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.layers.rotary import rotate_qkv
-from engine.logprobs import TokenLogprob
-from engine.request import FinishReason, Request, SamplingParams
+from engine.logprobs import TokenLogprob, WantedLogprobs
+from engine.request import FinishReason, Request
 from engine.runner.runner import ModelRunner
 from tests.exactness.head import build_drafter
 from tests.exactness.oracle import FIRST, VARYING, AdversarialDrafter, OracleDrafter
@@ -50,7 +50,7 @@ def check(request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogpr
     assert len(logprobs) == len(tokens)
     first = len(request.prompt_token_ids) - 1
     truth = dense_logprobs((*request.prompt_token_ids, *tokens))[first:-1]
-    num_top = request.sampling.num_logprobs
+    num_top = request.sampling.logprobs.num_top
     for row, token, entry in zip(truth, tokens, logprobs, strict=True):
         assert entry.logprob == pytest.approx(row[token].item(), abs=TOLERANCE)
         best = row.topk(num_top)
@@ -65,7 +65,7 @@ def run(engine: Engine, asked: list[Request]) -> tuple[Outputs, Logprobs]:
     """Run requests to their end; every step's tokens and logprobs come together."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
     logprobs: Logprobs = {request.request_id: [] for request in asked}
-    asking = {r.request_id for r in asked if r.sampling.num_logprobs is not None}
+    asking = {r.request_id for r in asked if r.sampling.logprobs is not None}
     for request in asked:
         engine.add(request)
     while engine.has_work:
@@ -78,7 +78,7 @@ def run(engine: Engine, asked: list[Request]) -> tuple[Outputs, Logprobs]:
 
 
 def requests(sampling: str, num: int = 4, shared: int = 0, **params: object) -> list[Request]:
-    params = {**SAMPLINGS[sampling], "num_logprobs": NUM_TOP, "max_tokens": 18, **params}
+    params = {**SAMPLINGS[sampling], "logprobs": WantedLogprobs(NUM_TOP), "max_tokens": 18, **params}
     return [
         request_of(f"r{idx}", prompt, 100 + idx, **params)
         for idx, prompt in enumerate(prompts(num, shared=shared))
@@ -86,9 +86,7 @@ def requests(sampling: str, num: int = 4, shared: int = 0, **params: object) -> 
 
 
 def silent(asked: list[Request]) -> list[Request]:
-    return [
-        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, num_logprobs=None)) for r in asked
-    ]
+    return [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, logprobs=None)) for r in asked]
 
 
 def plain(asked: list[Request]) -> Outputs:
@@ -111,7 +109,7 @@ def run_checked(asked: list[Request], drafter, shape: EngineShape, runner: type 
     outputs, logprobs = run(engine, asked)
     assert outputs == plain(asked)
     for request in asked:
-        if request.sampling.num_logprobs is not None:
+        if request.sampling.logprobs is not None:
             check(request, outputs[request.request_id], logprobs[request.request_id])
     return engine
 
@@ -148,7 +146,12 @@ def test_drafts_that_are_drawn_give_logprobs_of_what_came():
 def test_rows_that_ask_for_more_less_or_nothing_share_a_batch():
     counts = (0, None, 20, 1, None, 3)
     asked = [
-        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, num_logprobs=count))
+        dataclasses.replace(
+            r,
+            sampling=dataclasses.replace(
+                r.sampling, logprobs=None if count is None else WantedLogprobs(count)
+            ),
+        )
         for r, count in zip(requests("seeded", num=6), counts, strict=True)
     ]
     shape = EngineShape(mode="tree-16", max_num_seqs=3)  # slots change owners
@@ -215,10 +218,12 @@ def run_scored(engine: Engine, asked: list[Request]) -> tuple[Outputs, Logprobs,
         engine.add(request)
     while engine.has_work:
         for delta in engine.step():
-            assert not (delta.prompt_logprobs and tokens[delta.request_id])
+            if not delta.token_ids:
+                assert tokens[delta.request_id] == []
+                scores[delta.request_id] += delta.logprobs
+                continue
             tokens[delta.request_id] += delta.token_ids
             logprobs[delta.request_id] += delta.logprobs
-            scores[delta.request_id] += delta.prompt_logprobs
     return {name: tuple(ids) for name, ids in tokens.items()}, logprobs, scores
 
 
@@ -235,7 +240,9 @@ def run_scored(engine: Engine, asked: list[Request]) -> tuple[Outputs, Logprobs,
 def test_a_scored_prompt_gets_the_logprob_of_every_token_once(shape):
     asked = requests("seeded", num=6, shared=12, max_tokens=12)
     scored = [
-        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, scores_prompt=idx % 3 != 1))
+        dataclasses.replace(
+            r, sampling=dataclasses.replace(r.sampling, logprobs=WantedLogprobs(NUM_TOP, idx % 3 != 1))
+        )
         for idx, r in enumerate(asked)
     ]
     drafter = None if shape.mode == "off" else oracle(asked, plain(asked))
@@ -246,7 +253,7 @@ def test_a_scored_prompt_gets_the_logprob_of_every_token_once(shape):
         for request in scored:
             name, prompt = request.request_id, request.prompt_token_ids
             check(request, outputs[name], logprobs[name])
-            if request.sampling.scores_prompt:
+            if request.sampling.logprobs.scores_prompt:
                 check(dataclasses.replace(request, prompt_token_ids=prompt[:1]), prompt[1:], scores[name])
             else:
                 assert scores[name] == []
@@ -255,14 +262,14 @@ def test_a_scored_prompt_gets_the_logprob_of_every_token_once(shape):
 
 def test_a_prompt_longer_than_a_piece_is_scored_whole():
     (prompt,) = prompts(1, length=150)
-    asked = request_of("r", prompt, 1, max_tokens=1, num_logprobs=0, scores_prompt=True)
+    asked = request_of("r", prompt, 1, max_tokens=1, logprobs=WantedLogprobs(0, True))
     engine = build_engine(TARGET, None, EngineShape())
     _, _, scores = run_scored(engine, [asked])
     check(dataclasses.replace(asked, prompt_token_ids=prompt[:1]), prompt[1:], scores["r"])
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score():
-    asked = request_of("r", (7,), 1, max_tokens=3, num_logprobs=2, scores_prompt=True)
+    asked = request_of("r", (7,), 1, max_tokens=3, logprobs=WantedLogprobs(2, True))
     outputs, logprobs, scores = run_scored(build_engine(TARGET, None, EngineShape()), [asked])
     check(asked, outputs["r"], logprobs["r"])
     assert scores["r"] == []
@@ -271,10 +278,5 @@ def test_a_prompt_of_one_token_has_nothing_to_score():
 @pytest.mark.parametrize("count", [-1, 21, 1.0])
 def test_a_bad_count_is_refused_by_name(count):
     with pytest.raises(RequestError) as caught:
-        SamplingParams(num_logprobs=count)
-    assert caught.value.parameter == "num_logprobs"
-
-
-def test_scoring_a_prompt_needs_a_count():
-    with pytest.raises(RequestError, match="num_logprobs"):
-        SamplingParams(scores_prompt=True)
+        WantedLogprobs(count)
+    assert caught.value.parameter == "logprobs"

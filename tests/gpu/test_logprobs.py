@@ -5,6 +5,7 @@ replay.
 import pytest
 import torch
 
+from engine.logprobs import WantedLogprobs
 from engine.sampling.logprobs import score
 from tests.exactness.test_logprobs import check, requests, run, run_scored, silent
 from tests.exactness.tiny import EngineShape, build_engine, build_target
@@ -38,7 +39,7 @@ def test_replayed_steps_tell_the_targets_own_logprobs(mode, sampling):
 
 def test_prompts_are_scored_on_a_gpu():
     target = build_target().cuda()
-    asked = requests("greedy", num=3, scores_prompt=True)
+    asked = requests("greedy", num=3, logprobs=WantedLogprobs(3, scores_prompt=True))
     engine = captured_engine(EngineShape(mode="chain-3", max_batched_tokens=16), target)
     outputs, logprobs, scores = run_scored(engine, asked)
     for request in asked:
