@@ -4,6 +4,8 @@ Topology, lengths, tables and parameters are device data, so one set serves ever
 padding rows are the dummy slot. What a step computes is left to `decode_step`.
 """
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -13,9 +15,11 @@ import torch
 from engine.batch import DUMMY_SLOT
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
 from engine.runner.step_output import DecodedRows
-from engine.runner.step_rows import StepRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
+from engine.step_rows import StepRows
 from engine.tree.topology import TreeTopology
+
+logger = logging.getLogger(__name__)
 
 # Sampling work that is captured: plain argmax, noise, and noise with truncation. Rarer needs run uncaptured.
 CAPTURED_FLAGS = (
@@ -74,6 +78,21 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.num_graphs = 0
         self.num_replays = 0
+
+    def capture_rows(self, topology: TreeTopology, num_rows: range) -> None:
+        """Capture the steps of so many rows whose widest tree is `topology`."""
+        before, started = self.num_graphs, time.perf_counter()
+        # The largest first: the smaller ones find room in its memory.
+        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
+            self.capture(topology, bucket)
+        logger.info(
+            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
+            topology.name,
+            num_rows[0],
+            num_rows[-1],
+            self.num_graphs - before,
+            time.perf_counter() - started,
+        )
 
     @torch.inference_mode()
     def capture(self, topology: TreeTopology, num_rows: int) -> None:

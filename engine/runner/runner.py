@@ -4,9 +4,7 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import functools
-import logging
 import operator
-import time
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +18,16 @@ from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
-from engine.runner.graphs import StepGraphs, row_bucket
+from engine.runner.graphs import StepGraphs
 from engine.runner.logprobs import LogprobReader
 from engine.runner.prefill_step import PrefillStep
-from engine.runner.slot_state import SlotOps, SlotState
+from engine.runner.slot_ops import SlotOps
+from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.runner.step_output import DecodedRows
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +91,8 @@ class ModelRunner:
         """Prepare steps of so many rows whose widest tree is `topology`, where this device and this attention
         backend can replay them.
         """
-        if self._graphs is None:
-            return
-        before, started = self._graphs.num_graphs, time.perf_counter()
-        # The largest first: the smaller ones find room in its memory.
-        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
-            self._graphs.capture(topology, bucket)
-        logger.info(
-            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
-            topology.name,
-            num_rows[0],
-            num_rows[-1],
-            self._graphs.num_graphs - before,
-            time.perf_counter() - started,
-        )
+        if self._graphs is not None:
+            self._graphs.capture_rows(topology, num_rows)
 
     @property
     def page_pools(self) -> tuple[KVPool, ...]:
