@@ -41,6 +41,11 @@ class Answer:
     def is_over(self) -> bool:
         return self.end is not None
 
+    def offset_of(self, token_idx: int) -> int:
+        """Return how many characters of the answer came before a token, those held back included."""
+        ends = self._detokenizer.text_lens
+        return ends[min(token_idx, len(ends)) - 1] if token_idx and ends else 0
+
     def append(self, delta: SequenceDelta) -> str:
         """Take what a step brought and return the text that may go out.
 

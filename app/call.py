@@ -61,7 +61,8 @@ class CallOptions:
     """What chat and completions have in common.
 
     `max_tokens` None means as many as `sampling.max_tokens` and the context allow, 0 the echo alone.
-    `num_choices` sequences are drawn per prompt. Lower `priority` runs first.
+    `num_choices` sequences are drawn per prompt; where `num_best` is set, only so many of them are answered,
+    the likeliest. `shows_logprobs` puts log-probabilities in the answer. Lower `priority` runs first.
     """
 
     model: str
@@ -77,6 +78,8 @@ class CallOptions:
     is_echoed: bool = False
     wants_speculation_stats: bool = False
     priority: int = 0
+    num_best: int | None = None
+    shows_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ written as JSON is left to `streaming`.
 """
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Protocol
 
 from app.answer import Answer, AnswerEnd
 from app.call import CallOptions
+from app.logprobs import ScoredToken, scored_token
 from app.tokenizer import Tokenizer
-from engine import EngineFacts, EngineStats, Request, SequenceDelta, StopStrings
+from engine import EngineFacts, EngineStats, Request, SequenceDelta, StopStrings, TokenLogprob
 
 
 class TokenEngine(Protocol):
@@ -41,7 +41,11 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What a step added to choice `index`: `num_tokens` is its total so far, `end` set on its last delta."""
+    """What a step added to choice `index`: `num_tokens` is its total so far, `end` set on its last delta.
+
+    `tokens` are those of the step where log-probabilities are asked for; a token may come before its text,
+    which a stop string can hold back. `prompt_logprobs`, on the first delta, are those of a scored prompt.
+    """
 
     index: int
     text: str
@@ -51,6 +55,8 @@ class ChoiceDelta:
     num_drafted_in_step: int = 0
     num_accepted_in_step: int = 0
     calls: tuple[CallDelta, ...] = ()
+    tokens: tuple[ScoredToken, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +121,13 @@ async def _run_choice(
         skip_special_tokens=options.skips_special_tokens,
     )
     num_drafted = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     async with aclosing(engine.generate(request)) as steps:
         async for step in steps:
+            if not step.token_ids and step.finish_reason is None:
+                prompt_logprobs += step.logprobs
+                continue
+            num_before = answer.num_tokens
             text = answer.append(step)
             yield ChoiceDelta(
                 index,
@@ -126,28 +137,21 @@ async def _run_choice(
                 answer.end,
                 step.num_drafted - num_drafted,
                 step.num_accepted_in_step,
+                tokens=_scored(tokenizer, answer, num_before, step),
+                prompt_logprobs=prompt_logprobs,
             )
+            prompt_logprobs = ()
             num_drafted = step.num_drafted
             if answer.end is not None:
                 engine.finish(request.request_id)  # a stop string is not seen by the engine
                 return
 
 
-async def echo_alone(num_choices: int) -> AsyncGenerator[list[ChoiceDelta], None]:
-    """Yield what `run_choices` would for answers of no token: a prompt that is echoed and not continued."""
-    yield [ChoiceDelta(index, "", 0, 0, "length") for index in range(num_choices)]
-
-
-async def with_echo(
-    steps: AsyncGenerator[list[ChoiceDelta], None], prompts: Sequence[str]
-) -> AsyncGenerator[list[ChoiceDelta], None]:
-    """Yield `steps` with the prompt's text in front of each choice; `prompts` has one per choice."""
-    begun: set[int] = set()
-    async with aclosing(steps):
-        async for deltas in steps:
-            echoed = []
-            for delta in deltas:
-                prefix = "" if delta.index in begun else prompts[delta.index]
-                begun.add(delta.index)
-                echoed.append(dataclasses.replace(delta, text=prefix + delta.text))
-            yield echoed
+def _scored(
+    tokenizer: Tokenizer, answer: Answer, num_before: int, step: SequenceDelta
+) -> tuple[ScoredToken, ...]:
+    """Return the tokens of a step that `answer` has counted, as many as were scored: all or none."""
+    kept = zip(range(num_before, answer.num_tokens), step.token_ids, step.logprobs, strict=False)
+    return tuple(
+        scored_token(tokenizer, token_id, entry, answer.offset_of(idx)) for idx, token_id, entry in kept
+    )

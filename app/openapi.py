@@ -89,6 +89,10 @@ def _object(required: Schema, optional: Schema | None = None) -> Schema:
     return {"type": "object", "required": list(required), "properties": required | (optional or {})}
 
 
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
 _TEXT: Schema = {"type": "string"}
 _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -122,7 +126,24 @@ def _answer(object_name: str, choice: Schema) -> Schema:
     )
 
 
-_CHOICE: Schema = {"index": _COUNT, "finish_reason": _END, "logprobs": {"type": "null"}}
+_CHOICE: Schema = {"index": _COUNT, "finish_reason": _END}
+_LOGPROB: Schema = {"type": "number", "maximum": 0}
+_CANDIDATE = {
+    "token": _TEXT,
+    "logprob": _LOGPROB,
+    "bytes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}},
+}
+_SCORED = _object(_CANDIDATE | {"top_logprobs": {"type": "array", "items": _object(_CANDIDATE)}})
+_CHAT_LOGPROBS = _object({"content": {"type": "array", "items": _SCORED}, "refusal": {"type": "null"}})
+_TOP: Schema = {"type": ["object", "null"], "additionalProperties": _LOGPROB}
+_COMPLETION_LOGPROBS = _object(
+    {
+        "tokens": {"type": "array", "items": _TEXT},
+        "token_logprobs": {"type": "array", "items": {"type": ["number", "null"], "maximum": 0}},
+        "top_logprobs": {"type": "array", "items": _TOP},
+        "text_offset": {"type": "array", "items": _COUNT},
+    }
+)
 _MESSAGE = _object(
     {"role": {"const": "assistant"}, "content": _TEXT_OR_NULL, "refusal": {"type": "null"}},
     {"tool_calls": _CALLS},
@@ -153,8 +174,12 @@ _DISPATCHER = _object(
     }
 )
 _ANSWERS: Schema = {
-    "ChatAnswer": _answer("chat.completion", _object(_CHOICE | {"message": _MESSAGE})),
-    "CompletionAnswer": _answer("text_completion", _object(_CHOICE | {"text": _TEXT})),
+    "ChatAnswer": _answer(
+        "chat.completion", _object(_CHOICE | {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)})
+    ),
+    "CompletionAnswer": _answer(
+        "text_completion", _object(_CHOICE | {"text": _TEXT, "logprobs": _or_null(_COMPLETION_LOGPROBS)})
+    ),
     "Model": _MODEL,
     "Models": _object(
         {"object": {"const": "list"}, "data": {"type": "array", "items": {"$ref": f"{_REF}Model"}}}

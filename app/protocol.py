@@ -13,11 +13,13 @@ from pydantic_core import PydanticCustomError
 from app.body import Body, parse
 from app.call import CallOptions, ChatCall, CompletionCall, Prompt
 from app.chat_protocol import MessageBody, ShapeFields, ToolChoice, check_choice
-from engine import RequestError, SamplingParams
+from engine import RequestError, SamplingParams, WantedLogprobs
 
 T = TypeVar("T")
 
 MAX_CHOICES = 128
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limits: the likeliest tokens that are told beside each
+MAX_CHAT_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_COUNT = 2**31 - 1
 UNBOUNDED_TOKENS = MAX_COUNT  # stands in for max_tokens until the prompt's length is known
@@ -61,6 +63,13 @@ def _bounded(minimum: float, maximum: float) -> Any:
     return Field(default=None, json_schema_extra={"minimum": minimum, "maximum": maximum})
 
 
+# Clients that ask for nothing may write false, as they do in a chat.
+CompletionLogprobs = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None,
+    BeforeValidator(lambda value: None if value is False else value),
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -94,14 +103,16 @@ class _GenerationBody(Body):
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     user: str | None = None
 
-    def options(self, max_tokens: int | None, default_max_tokens: int) -> CallOptions:
+    def options(
+        self, max_tokens: int | None, default_max_tokens: int, num_logprobs: int | None
+    ) -> CallOptions:
         """Return the call's options; values out of range raise `RequestError` naming the field."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only valid with stream: true", "stream_options")
         stream_options = self.stream_options or StreamOptions()
         return CallOptions(
             model=self.model,
-            sampling=self._sampling(_default(max_tokens, default_max_tokens)),
+            sampling=self._sampling(_default(max_tokens, default_max_tokens), num_logprobs),
             max_tokens=max_tokens,
             num_choices=self.n or 1,
             stops=tuple(self.stop),
@@ -112,9 +123,10 @@ class _GenerationBody(Body):
             has_continuous_usage=bool(stream_options.continuous_usage_stats),
             wants_speculation_stats=bool(self.speculation_stats),
             priority=self.priority or 0,
+            shows_logprobs=num_logprobs is not None,
         )
 
-    def _sampling(self, max_tokens: int) -> SamplingParams:
+    def _sampling(self, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
         return SamplingParams(
             temperature=_default(self.temperature, 1.0),
             top_k=0
@@ -132,6 +144,7 @@ class _GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             speculation=_default(self.speculation, "auto"),
+            logprobs=None if num_logprobs is None else WantedLogprobs(num_logprobs),
         )
 
 
@@ -140,33 +153,61 @@ class ChatBody(_GenerationBody, ShapeFields):
     max_completion_tokens: int | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
 
     def to_call(self) -> ChatCall:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         check_choice(self.tool_choice, bool(self.tools))
         return ChatCall(
             tuple(message.to_message() for message in self.messages),
-            self.options(asked, UNBOUNDED_TOKENS),
+            self.options(asked, UNBOUNDED_TOKENS, self._num_logprobs()),
             self.shape(self.messages[-1], has_tools=self.tool_choice != "none"),
             is_one_call=self.parallel_tool_calls is False,
         )
 
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionBody(_GenerationBody):
     prompt: Prompts
-    best_of: int | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
+    logprobs: CompletionLogprobs = None
 
     def to_call(self) -> CompletionCall:
-        if self.best_of not in (None, self.n or 1):
-            raise RequestError("best_of is supported only where it equals n: leave it out", "best_of")
         is_echoed = bool(self.echo)
         is_echo_alone = is_echoed and self.max_tokens == 0
-        options = self.options(1 if is_echo_alone else self.max_tokens, DEFAULT_COMPLETION_TOKENS)
-        options = dataclasses.replace(
-            options, is_echoed=is_echoed, max_tokens=0 if is_echo_alone else options.max_tokens
-        )
-        return CompletionCall(tuple(self.prompt), options)
+        max_tokens = 1 if is_echo_alone else self.max_tokens
+        options = self.options(max_tokens, DEFAULT_COMPLETION_TOKENS, self.logprobs)
+        if is_echoed:
+            max_tokens = 0 if is_echo_alone else max_tokens
+            options = dataclasses.replace(options, is_echoed=True, max_tokens=max_tokens)
+        if is_echoed and self.logprobs is not None:
+            options = _asking(options, WantedLogprobs(self.logprobs, scores_prompt=True))
+        return CompletionCall(tuple(self.prompt), self._with_best(options))
+
+    def _with_best(self, options: CallOptions) -> CallOptions:
+        """Return the options with the choice of the likeliest, where more are to be drawn than answered."""
+        num_drawn, num_best = _default(self.best_of, options.num_choices), options.num_choices
+        if num_drawn < num_best:
+            raise RequestError(f"best_of must be at least n, {num_best}, found {num_drawn}", "best_of")
+        if num_drawn == num_best:
+            return options
+        if options.is_stream:
+            raise RequestError(
+                "best_of above n cannot be streamed: all must end before one is best", "best_of"
+            )
+        options = _asking(options, options.sampling.logprobs or WantedLogprobs())
+        return dataclasses.replace(options, num_choices=num_drawn, num_best=num_best)
+
+
+def _asking(options: CallOptions, wanted: WantedLogprobs) -> CallOptions:
+    sampling = dataclasses.replace(options.sampling, logprobs=wanted)
+    return dataclasses.replace(options, sampling=sampling)
 
 
 def parse_chat(body: bytes) -> ChatCall:

@@ -26,14 +26,15 @@ from app.call_trace import SpanSink, TracedEngine
 from app.chat import ChatTemplate
 from app.choices import Limits, check_num_requests, check_token_ids, context_len, plan_requests
 from app.config import ServerConfig
+from app.echo import Echo, unanswered, with_echo, without_answer
 from app.errors import UnknownModelError, event_for, reply_for, status_of
-from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
+from app.generation import ChoiceDelta, TokenEngine, run_choices
+from app.logprobs import JSON
 from app.metrics import Histogram, ReplicaSnapshot
 from app.outcomes import Ending, Outcomes, outcome_of
 from app.prompts import Prompts
 from app.streaming import (
     DONE,
-    JSON,
     ChatForm,
     CompletionForm,
     Envelope,
@@ -189,14 +190,16 @@ class LLMServer:
             else:
                 collected = [delta async for deltas in steps for delta in deltas]
                 ending.outcome = "answered"
-                yield Reply(200, whole_body(envelope, tally, collected, options.wants_speculation_stats))
+                yield Reply(200, whole_body(envelope, tally, collected, options))
 
     async def _run(self, call: Call, requests: Sequence[Request]) -> Steps:
         """Return the steps of a call, with the echo or the calls of functions that it asks for."""
         if isinstance(call, CompletionCall):
             if not call.options.is_echoed:
                 return self._plain_steps(call.options, requests)
-            return with_echo(self._plain_steps(call.options, requests), await self._echoes(call))
+            echoes = await self._echoes(call, requests)
+            steps = self._plain_steps(call.options, requests)
+            return with_echo(steps, echoes, self._tokenizer if call.options.shows_logprobs else None)
         if not call.shape.tools:
             return self._plain_steps(call.options, requests)
         options = call.options
@@ -207,9 +210,11 @@ class LLMServer:
         return with_calls(self._plain_steps(options, requests), parser, call.is_one_call)
 
     def _plain_steps(self, options: CallOptions, requests: Sequence[Request]) -> Steps:
-        if options.max_tokens == 0:
-            return echo_alone(len(requests))
-        return run_choices(self._engine, self._tokenizer, requests, options)
+        is_alone = options.max_tokens == 0
+        if is_alone and not options.shows_logprobs:
+            return unanswered(len(requests))
+        steps = run_choices(self._engine, self._tokenizer, requests, options)
+        return without_answer(steps) if is_alone else steps
 
     async def _steps(self, run: Steps) -> Steps:
         """Yield the steps of a call and time them."""
@@ -227,13 +232,16 @@ class LLMServer:
                 yield deltas
         self._duration.observe(self._clock() - start)
 
-    async def _echoes(self, call: CompletionCall) -> list[str]:
-        """Return the text to begin each choice with."""
+    async def _echoes(self, call: CompletionCall, requests: Sequence[Request]) -> list[Echo]:
+        """Return what to begin each choice with."""
         texts = [
             prompt if isinstance(prompt, str) else await self._prompts.decode(prompt)
             for prompt in call.prompts
         ]
-        return [text for text in texts for _ in range(call.options.num_choices)]
+        repeated = [text for text in texts for _ in range(call.options.num_choices)]
+        return [
+            Echo(text, request.prompt_token_ids) for text, request in zip(repeated, requests, strict=True)
+        ]
 
     async def reply(self, call: TokenCall) -> Reply:
         """Answer what needs the tokenizer only; errors are replies too."""

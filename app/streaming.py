@@ -3,19 +3,19 @@
 What the text is comes from `generation`; errors are worded in `errors`.
 """
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from app.answer import AnswerEnd
-from app.call import CallOptions, ToolCall
+from app.call import CallOptions
 from app.generation import CallDelta, ChoiceDelta
+from app.logprobs import JSON, ScoredToken, chat_logprobs, completion_logprobs
 from app.speculation_stats import SpeculationStats
+from app.whole_choice import WholeChoice, likeliest
 
 DONE = b"data: [DONE]\n\n"
-JSON = dict[str, object]
 
 
 class Form(Protocol):
@@ -31,26 +31,6 @@ class Form(Protocol):
     def whole(self, choice: "WholeChoice") -> JSON: ...
 
 
-@dataclass(slots=True)
-class WholeChoice:
-    """All that the steps of one choice brought."""
-
-    index: int
-    text: str = ""
-    end: AnswerEnd | None = None
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def add(self, delta: ChoiceDelta) -> None:
-        self.text += delta.text
-        self.end = delta.end
-        for call in delta.calls:
-            if call.call_id is not None and call.name is not None:
-                self.calls.append(ToolCall(call.call_id, call.name, call.arguments))
-            else:
-                last = self.calls[-1]
-                self.calls[-1] = dataclasses.replace(last, arguments=last.arguments + call.arguments)
-
-
 class ChatForm:
     prefix = "chatcmpl"
     prompt_field = "messages"
@@ -61,10 +41,14 @@ class ChatForm:
         return self._choice(index, {"role": "assistant", "content": ""}, None)
 
     def pieces(self, delta: ChoiceDelta) -> list[JSON]:
-        pieces = [self._choice(delta.index, {"content": delta.text}, None)] if delta.text else []
+        parts: list[JSON] = []
+        if delta.text or (delta.tokens and not delta.calls):
+            parts.append({"content": delta.text})
         if delta.calls:
-            calls = [_call_body(call) for call in delta.calls]
-            pieces.append(self._choice(delta.index, {"tool_calls": calls}, None))
+            parts.append({"tool_calls": [_call_body(call) for call in delta.calls]})
+        pieces = [self._choice(delta.index, part, None) for part in parts]
+        if delta.tokens:
+            pieces[0]["logprobs"] = chat_logprobs(delta.tokens)
         if delta.end is not None:
             pieces.append(self._choice(delta.index, {}, delta.end))
         return pieces
@@ -84,7 +68,7 @@ class ChatForm:
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": None,
+            "logprobs": chat_logprobs(choice.tokens) if choice.tokens else None,
             "finish_reason": choice.end,
         }
 
@@ -110,14 +94,19 @@ class CompletionForm:
         return None
 
     def pieces(self, delta: ChoiceDelta) -> list[JSON]:
-        pieces = [self._choice(delta.index, delta.text, None)] if delta.text else []
+        pieces = []
+        if delta.text or delta.tokens:
+            pieces.append(self._choice(delta.index, delta.text, None, delta.tokens))
         return pieces if delta.end is None else [*pieces, self._choice(delta.index, "", delta.end)]
 
     def whole(self, choice: WholeChoice) -> JSON:
-        return self._choice(choice.index, choice.text, choice.end)
+        return self._choice(choice.index, choice.text, choice.end, choice.tokens)
 
-    def _choice(self, index: int, text: str, end: AnswerEnd | None) -> JSON:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
+    def _choice(
+        self, index: int, text: str, end: AnswerEnd | None, tokens: Sequence[ScoredToken] = ()
+    ) -> JSON:
+        logprobs = completion_logprobs(tokens) if tokens else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +214,7 @@ class EventWriter:
 
 
 def whole_body(
-    envelope: Envelope, tally: Tally, deltas: Sequence[ChoiceDelta], includes_metrics: bool
+    envelope: Envelope, tally: Tally, deltas: Sequence[ChoiceDelta], options: CallOptions
 ) -> bytes:
     """Return the body of an answer that was not streamed, made of all its deltas."""
     choices: dict[int, WholeChoice] = {}
@@ -233,9 +222,10 @@ def whole_body(
         tally.add(delta)
         choices.setdefault(delta.index, WholeChoice(delta.index)).add(delta)
     form = envelope.form
-    bodies = [form.whole(choices[index]) for index in sorted(choices)]
-    body = envelope.fields(form.whole_object, bodies) | {"usage": tally.usage()}
-    return dump(body | {"metrics": tally.metrics()} if includes_metrics else body)
+    answered = likeliest([choices[index] for index in sorted(choices)], options)
+    body = envelope.fields(form.whole_object, [form.whole(choice) for choice in answered])
+    body |= {"usage": tally.usage()}
+    return dump(body | {"metrics": tally.metrics()} if options.wants_speculation_stats else body)
 
 
 def dump(body: JSON) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
+from app.token_bytes import TokenBytes
 from engine import ModelLoadError
 
 
@@ -24,6 +25,7 @@ class Tokenizer:
             raise ModelLoadError(f"cannot read {path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.token_bytes = TokenBytes(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the token ids of `text`; special tokens written in it are read as such."""

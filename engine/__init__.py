@@ -23,6 +23,7 @@ from engine.errors import (
     StepError,
     TrainingError,
 )
+from engine.logprobs import TokenLogprob, WantedLogprobs
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
@@ -71,6 +72,8 @@ __all__ = [
     "StopStrings",
     "SyntheticEngine",
     "SyntheticWeights",
+    "TokenLogprob",
+    "WantedLogprobs",
     "TrainingError",
     "TreeLibrary",
     "TreeTopology",

@@ -5,6 +5,7 @@ Device tensors are built from it in `runner` only.
 
 from dataclasses import dataclass
 
+from engine.logprobs import Logprobs
 from engine.request import FinishReason, SamplingParams
 from engine.row_kind import ANY_KIND, RowKind
 from engine.tree.topology import TreeTopology
@@ -106,7 +107,8 @@ class RowResult:
 
     `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `path`
     holds the node ids of the accepted drafts. `next_rank` is the last token's among the draft's best
-    `num_ranks` at its node, `num_ranks` for none of them; None where nobody looked.
+    `num_ranks` at its node, `num_ranks` for none of them; None where nobody looked. `logprobs` has one entry
+    per token where the request asks, else it is empty.
     """
 
     token_ids: tuple[int, ...]
@@ -114,19 +116,22 @@ class RowResult:
     path: tuple[int, ...] = ()
     next_rank: int | None = None
     num_ranks: int = NUM_RANKS
+    logprobs: Logprobs = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The answer to a `StepPlan`, one `RowResult` per decode row, in the plan's order; `seconds` is how
     long the device worked on it. `failed_chunks` holds the indices of the plan's chunks whose hidden states
-    were not finite.
+    were not finite. `chunk_logprobs` has (index, entries) of each chunk that asks, an entry for each
+    of its positions about the token after it.
     """
 
     step_idx: int
     rows: tuple[RowResult, ...]
     seconds: float = 0.0
     failed_chunks: tuple[int, ...] = ()
+    chunk_logprobs: tuple[tuple[int, Logprobs], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,8 @@ class SequenceDelta:
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
     verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
     `num_accepted_in_step` says how many of `token_ids` were drafts: they come first. `started` is when its
-    prefill began, in seconds of this machine's monotonic clock.
+    prefill began, in seconds of this machine's monotonic clock. `logprobs` has one entry per token where the
+    request asks; in a delta without tokens it goes on with the prompt, from its second token.
     """
 
     request_id: str
@@ -149,6 +155,7 @@ class SequenceDelta:
     num_prefix_hits: int
     message: str | None = None
     started: float = 0.0
+    logprobs: Logprobs = ()
 
 
 @dataclass(frozen=True, slots=True)

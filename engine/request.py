@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.errors import RequestError
+from engine.logprobs import WantedLogprobs
 
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKENS = 64
@@ -18,7 +19,7 @@ class SamplingParams:
     """How tokens are drawn. Valid once built; a bad value raises `RequestError` naming the field.
 
     `top_k` 0 means off. `seed` None lets the engine choose one. `speculation` is "auto", "off" or a tree
-    name.
+    name. `logprobs` None asks for none.
     """
 
     temperature: float = 1.0
@@ -35,6 +36,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: str = "auto"
+    logprobs: WantedLogprobs | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_tokens", "min_tokens"):
@@ -49,10 +51,8 @@ class SamplingParams:
             0.01 <= self.repetition_penalty <= 10.0,
             "in [0.01, 10]",
         )
-        _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2.0, "in [-2, 2]")
-        _require(
-            "frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2.0, "in [-2, 2]"
-        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(name, getattr(self, name), abs(getattr(self, name)) <= 2.0, "in [-2, 2]")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         most = min(self.max_tokens, MAX_COUNT)
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"0 to {most}")

@@ -57,9 +57,10 @@ class KVCache:
 
     def match_prefix(self, sequence: Sequence) -> PrefixHit:
         """Find the longest run of cached blocks that starts the known tokens; at least one token is left out,
-        the root of the next decode step. Takes no reference.
+        the root of the next decode step. Takes no reference. A prompt that is scored runs whole.
         """
-        if not self._enable_prefix_cache:
+        wanted = sequence.request.sampling.logprobs
+        if not self._enable_prefix_cache or (wanted and wanted.scores_prompt):
             return PrefixHit((), 0)
         block_ids: list[int] = []
         draft_start = 0

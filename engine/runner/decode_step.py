@@ -17,6 +17,7 @@ from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
+from engine.runner.step_output import DecodedRows
 from engine.sampling.verify import Verify
 from engine.speculation import SamplingFlags, TreeTensors
 from engine.step_rows import StepRows
@@ -113,10 +114,10 @@ class DecodeStep:
         # The feature size may be 0, which a view cannot infer.
         return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]), scratch)
 
-    def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> Tensor:
+    def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> DecodedRows:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
 
-        Returns the answer [B, 2 D + 5] int64 of `CommittedRows`.
+        The answer is that of `CommittedRows`.
         """
         sampling = self._state.sampling(batch.slots, rows, batch.flags)
         verification = self._verify(output.logits, rows.draft, batch.tree, sampling, rows.root_positions)
@@ -124,4 +125,4 @@ class DecodeStep:
             batch.slots, rows, verification, output.features, self._block_size, sampling.is_penalized
         )
         self._pool.commit(committed.pool_slots, output.scratch, committed.scratch_rows)
-        return committed.answer
+        return DecodedRows(committed.answer, output.logits, verification)

@@ -4,18 +4,22 @@ Topology, lengths, tables and parameters are device data, so one set serves ever
 padding rows are the dummy slot. What a step computes is left to `decode_step`.
 """
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from engine.batch import DUMMY_SLOT
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
+from engine.runner.step_output import DecodedRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.step_rows import StepRows
 from engine.tree.topology import TreeTopology
+
+logger = logging.getLogger(__name__)
 
 # Sampling work that is captured: plain argmax, noise, and noise with truncation. Rarer needs run uncaptured.
 CAPTURED_FLAGS = (
@@ -55,7 +59,7 @@ class _StepSet:
     rows: StepRows
     drafts: dict[int, _Recorded[None]]
     target: _Recorded[NodeOutput]
-    commits: dict[SamplingFlags, _Recorded[Tensor]]
+    commits: dict[SamplingFlags, _Recorded[DecodedRows]]
 
 
 class StepGraphs:
@@ -74,6 +78,21 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.num_graphs = 0
         self.num_replays = 0
+
+    def capture_rows(self, topology: TreeTopology, num_rows: range) -> None:
+        """Capture the steps of so many rows whose widest tree is `topology`."""
+        before, started = self.num_graphs, time.perf_counter()
+        # The largest first: the smaller ones find room in its memory.
+        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
+            self.capture(topology, bucket)
+        logger.info(
+            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
+            topology.name,
+            num_rows[0],
+            num_rows[-1],
+            self.num_graphs - before,
+            time.perf_counter() - started,
+        )
 
     @torch.inference_mode()
     def capture(self, topology: TreeTopology, num_rows: int) -> None:
@@ -96,9 +115,9 @@ class StepGraphs:
 
     def replay(
         self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags
-    ) -> Tensor | None:
-        """Enqueue one step and return what `DecodeStep.commit` does, for these rows; None where nothing that
-        was captured fits.
+    ) -> DecodedRows | None:
+        """Enqueue one step and return what `DecodeStep.commit` does, for these rows and padding; None where
+        nothing that was captured fits.
 
         `num_pending` bounds the positions of any row whose draft K/V is missing.
         """
@@ -115,7 +134,7 @@ class StepGraphs:
         self.num_replays += 1
         commit = found.commits[flags]
         commit.graph.replay()
-        return commit.output[: len(slots)]
+        return commit.output
 
     def _find(self, num_rows: int, topologies: Sequence[TreeTopology]) -> _StepSet | None:
         """Return the smallest set that holds the rows and covers their trees."""
@@ -140,7 +159,7 @@ class StepGraphs:
 
     def _record_commit(
         self, tree: TreeTensors, rows: StepRows, flags: SamplingFlags, output: NodeOutput
-    ) -> _Recorded[Tensor]:
+    ) -> _Recorded[DecodedRows]:
         batch = self._batch(tree, 1, flags)
         return self._record(lambda: self._step.commit(batch, rows, output))
 

@@ -16,6 +16,7 @@ from engine.kvcache.kv_pool import KVPool, slots_of
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
+from engine.runner.step_output import PrefilledChunks
 from engine.speculation import upload
 
 
@@ -35,8 +36,8 @@ class PrefillStep:
         self._block_size = pool.k.shape[2]
         self._device = pool.k.device
 
-    def run(self, chunks: tuple[PrefillChunk, ...]) -> Tensor:
-        """Cache the K/V of every chunk; return which of them are finite, [C] bool."""
+    def run(self, chunks: tuple[PrefillChunk, ...]) -> PrefilledChunks:
+        """Cache the K/V of every chunk."""
         lens = tuple(len(chunk.token_ids) for chunk in chunks)
         token_ids = self._tensor([token for chunk in chunks for token in chunk.token_ids])
         positions = self._tensor([chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))])
@@ -54,7 +55,7 @@ class PrefillStep:
         if self._drafter is not None:
             self._drafter.fill(self._pairs(chunks, lens, output.features))
         self._state.note_prefill(chunks, token_ids, output.features)
-        return _all_finite(output.hidden, layout.cu_seqlens)
+        return PrefilledChunks(_all_finite(output.hidden, layout.cu_seqlens), output.hidden)
 
     def _pairs(
         self, chunks: tuple[PrefillChunk, ...], lens: tuple[int, ...], features: Tensor

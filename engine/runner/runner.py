@@ -4,9 +4,7 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import functools
-import logging
 import operator
-import time
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +18,16 @@ from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
-from engine.runner.graphs import StepGraphs, row_bucket
+from engine.runner.graphs import StepGraphs
+from engine.runner.logprobs import LogprobReader
 from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_ops import SlotOps
 from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
+from engine.runner.step_output import DecodedRows
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +76,7 @@ class ModelRunner:
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
+        self._logprobs = LogprobReader(target.logits)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
         self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
@@ -98,20 +97,8 @@ class ModelRunner:
         """Prepare steps of so many rows whose widest tree is `topology`, where this device and this attention
         backend can replay them.
         """
-        if self._graphs is None:
-            return
-        before, started = self._graphs.num_graphs, time.perf_counter()
-        # The largest first: the smaller ones find room in its memory.
-        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
-            self._graphs.capture(topology, bucket)
-        logger.info(
-            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
-            topology.name,
-            num_rows[0],
-            num_rows[-1],
-            self._graphs.num_graphs - before,
-            time.perf_counter() - started,
-        )
+        if self._graphs is not None:
+            self._graphs.capture_rows(topology, num_rows)
 
     @property
     def page_pools(self) -> tuple[KVPool, ...]:
@@ -130,11 +117,11 @@ class ModelRunner:
             self._admit(plan.admissions)
         if plan.growths:
             self._state.grow(plan.growths)
-        nothing = torch.empty(0, dtype=torch.int64)
-        is_chunk_finite = self._prefill_step.run(plan.chunks) if plan.chunks else nothing.bool()
-        answer = self._decode(plan) if plan.rows else nothing[:, None]
+        prefilled = self._prefill_step.run(plan.chunks) if plan.chunks else None
+        decoded = self._decode(plan) if plan.rows else None
+        logprobs = self._logprobs.read(plan.rows, decoded, plan.chunks, prefilled)
         self._timer = timer
-        return StepHandle(plan.step_idx, answer, is_chunk_finite, timer)
+        return StepHandle(plan, decoded, prefilled, logprobs, timer)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         try:
@@ -148,9 +135,10 @@ class ModelRunner:
         for admission in admissions:
             self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
             self._num_pending[admission.slot] = 1
+            self._logprobs.admit(admission)
 
-    def _decode(self, plan: StepPlan) -> Tensor:
-        """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does."""
+    def _decode(self, plan: StepPlan) -> DecodedRows:
+        """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does, and padding."""
         slots = [row.slot for row in plan.rows]
         topologies = tuple(row.topology for row in plan.rows)
         depth = max(topology.depth for topology in topologies)
@@ -160,9 +148,9 @@ class ModelRunner:
             # A step of roots only does no draft work: its positions stay pending.
             self._num_pending[slot] = depth + 1 if depth else self._num_pending[slot] + 1
         if self._graphs is not None:
-            answer = self._graphs.replay(slots, topologies, num_pending, flags)
-            if answer is not None:
-                return answer
+            decoded = self._graphs.replay(slots, topologies, num_pending, flags)
+            if decoded is not None:
+                return decoded
         batch = DecodeBatch(
             slots=self._tensor(slots),
             tree=self._tree_tensors(topologies),

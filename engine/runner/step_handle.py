@@ -8,7 +8,9 @@ import time
 import torch
 from torch import Tensor
 
-from engine.batch import RowResult, StepResult
+from engine.batch import RowResult, StepPlan, StepResult
+from engine.runner.logprobs import StepLogprobs
+from engine.runner.step_output import DecodedRows, PrefilledChunks
 
 
 class StepTimer:
@@ -52,13 +54,23 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step on its way: rows [B, 2 D + 5] int64 as `CommittedRows` has them, and
-    is_chunk_finite [C] bool of its chunks.
+    """The answer of one step on its way: rows [B, 2 D + 5] int64 as `CommittedRows` has them, is_chunk_finite
+    [C] bool of its chunks, and the log-probabilities that some of them ask for.
     """
 
-    def __init__(self, step_idx: int, rows: Tensor, is_chunk_finite: Tensor, timer: StepTimer) -> None:
-        self._step_idx = step_idx
-        self._rows, self._is_chunk_finite = _to_host(rows), _to_host(is_chunk_finite)
+    def __init__(
+        self,
+        plan: StepPlan,
+        decoded: DecodedRows | None,
+        prefilled: PrefilledChunks | None,
+        logprobs: StepLogprobs,
+        timer: StepTimer,
+    ) -> None:
+        self._step_idx = plan.step_idx
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._rows = nothing if decoded is None else _to_host(decoded.answer[: len(plan.rows)])
+        self._is_chunk_finite = nothing if prefilled is None else _to_host(prefilled.is_finite)
+        self._logprobs = logprobs.moved(_to_host)
         self._timer = timer
         timer.stop()
 
@@ -69,7 +81,8 @@ class StepHandle:
         rows = tuple(_row_result(row) for row in answers)
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
-        return StepResult(self._step_idx, rows, seconds, failed)
+        rows = self._logprobs.join(rows)
+        return StepResult(self._step_idx, rows, seconds, failed, self._logprobs.of_chunks())
 
 
 def _row_result(row: list[int]) -> RowResult:

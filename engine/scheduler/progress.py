@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceDelta
+from engine.logprobs import Logprobs, PromptScores
 from engine.request import Sequence
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import TreeTopology
@@ -33,6 +34,7 @@ class Progress:
     ahead: deque[TreeTopology] = field(default_factory=deque)
     num_ahead: int = 0
     draft_valid: range = range(0)
+    scores: PromptScores = field(default_factory=PromptScores)
 
     @property
     def is_prefilling(self) -> bool:
@@ -116,7 +118,7 @@ class Progress:
         return max(num_valid, num_cached - window)
 
     def delta(
-        self, token_ids: tuple[int, ...], num_accepted: int, message: str | None = None
+        self, token_ids: tuple[int, ...], num_accepted: int, message: str | None = None, scores: Logprobs = ()
     ) -> SequenceDelta:
         """Return what the sequence gained, beside its totals so far."""
         sequence = self.sequence
@@ -131,6 +133,7 @@ class Progress:
             sequence.num_prefix_hits,
             message,
             sequence.started,
+            scores,
         )
 
     def invalidate_draft(self) -> None:

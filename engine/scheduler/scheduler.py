@@ -12,6 +12,7 @@ from itertools import islice
 from engine.batch import Load, RowResult, SequenceDelta, StepPlan, StepResult
 from engine.errors import CapacityError, ConfigError, RequestError
 from engine.kvcache.kv_cache import KVCache
+from engine.logprobs import Logprobs
 from engine.request import FinishReason, Sequence, SequenceStatus
 from engine.scheduler.progress import Progress
 from engine.scheduler.queue import WaitingQueue
@@ -176,14 +177,15 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> tuple[SequenceDelta, ...]:
         """Apply the result of the oldest step in flight; return what its sequences gained: first those that
-        failed in a prefill, then its rows in order.
+        failed in a prefill or had it scored, then its rows in order.
 
         Rows of sequences that have ended meanwhile are dropped. Rows of sequences preempted meanwhile count.
         """
         flight = self._flights.popleft()
         assert flight.step_idx == result.step_idx, (flight.step_idx, result.step_idx)
+        scored = dict(result.chunk_logprobs)
         deltas = [
-            self._commit_chunk(chunk, is_finite=idx not in result.failed_chunks)
+            self._commit_chunk(chunk, idx not in result.failed_chunks, scored.get(idx, ()))
             for idx, chunk in enumerate(flight.chunks)
         ]
         deltas += [self._commit_row(*pair) for pair in zip(flight.rows, result.rows, strict=True)]
@@ -338,7 +340,7 @@ class Scheduler:
         sequence.finish_reason = reason
         del self._live[sequence.request.request_id]
 
-    def _commit_chunk(self, chunk: FlightChunk, is_finite: bool) -> SequenceDelta | None:
+    def _commit_chunk(self, chunk: FlightChunk, is_finite: bool, logprobs: Logprobs) -> SequenceDelta | None:
         progress, sequence = chunk.progress, chunk.progress.sequence
         progress.num_in_flight -= 1
         if sequence.is_finished:
@@ -349,7 +351,8 @@ class Scheduler:
             sequence.num_cached = chunk.end
             progress.extend_draft(chunk.end)
             self._publish(progress)
-        return None
+        scored = progress.scores.take(logprobs, chunk.end, sequence.num_prompt)
+        return progress.delta((), 0, scores=scored) if scored else None
 
     def _fail(self, progress: Progress, message: str) -> SequenceDelta:
         self._finish(progress, FinishReason.ERROR)
@@ -377,7 +380,7 @@ class Scheduler:
             self._publish(progress)
         if finish_reason is not None:
             self._finish(progress, finish_reason)
-        return progress.delta(token_ids, num_accepted)
+        return progress.delta(token_ids, num_accepted, scores=result.logprobs[: len(token_ids)])
 
     def _publish(self, progress: Progress) -> None:
         num_tokens = progress.num_publishable(self._config.draft_window)

@@ -6,7 +6,7 @@ The fixtures over them are left to `conftest`.
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
-from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta, TokenLogprob
 from engine.dispatch_stats import ArmTotal, DispatchStats
 from ops.tracing.context import TraceContext
 
@@ -102,6 +102,7 @@ class SpokenEngine:
     failure: SequenceDelta | None = None
     health_error: Exception | None = None
     num_steps_before_stall: int | None = None
+    score: Callable[[Request, int], float] = lambda request, idx: -(idx + 1) / 8
     dispatch: DispatchStats = DISPATCH
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
@@ -138,9 +139,33 @@ class SpokenEngine:
             if start + self.run_len >= len(ids):
                 reason = FinishReason.STOP if run[-1] == 1 else FinishReason.LENGTH
             num_kept = start - step + len(run) - 1
+            scores = self._scores(request, ids[: start + self.run_len])[start:]
+            wanted = request.sampling.logprobs
+            prompt = self._scores(request, list(request.prompt_token_ids))[1:]
+            if step == 0 and wanted is not None and wanted.scores_prompt and prompt:
+                yield SequenceDelta(request.request_id, (), 0, None, 0, 0, 0, 4, logprobs=prompt)
             yield SequenceDelta(
-                request.request_id, run, len(run) - 1, reason, step + 1, 4 * (step + 1), num_kept, 4
+                request.request_id,
+                run,
+                len(run) - 1,
+                reason,
+                step + 1,
+                4 * (step + 1),
+                num_kept,
+                4,
+                logprobs=scores,
             )
+
+    def _scores(self, request: Request, token_ids: list[int]) -> tuple[TokenLogprob, ...]:
+        """Score each token by its place; the likeliest are 2 and those behind it, less likely one by one."""
+        wanted = request.sampling.logprobs
+        if wanted is None:
+            return ()
+        scores = [self.score(request, idx) for idx in range(len(token_ids))]
+        return tuple(
+            TokenLogprob(score, tuple((2 + rank, score - rank) for rank in range(wanted.num_top)))
+            for score in scores
+        )
 
     async def stats(self) -> EngineStats:
         return EngineStats(

@@ -32,9 +32,11 @@ CHAT = chat_body(
     tool_choice="none",
     stop=["x"],
     n=2,
+    logprobs=True,
+    top_logprobs=2,
 )
 COMPLETION = completion_body(
-    prompt=["a", [5]], stop="x", echo=True, logit_bias={"5": 1}, speculation_stats=True
+    prompt=["a", [5]], stop="x", echo=True, logit_bias={"5": 1}, speculation_stats=True, logprobs=2, best_of=2
 )
 BODIES: dict[str, dict[str, object]] = {
     "/v1/chat/completions": CHAT,

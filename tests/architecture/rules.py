@@ -8,7 +8,12 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 # Import floors of `engine`: a file imports from lower floors and from its own package only. Packages of one
 # floor do not see each other, but for chains: "a < b" lets b import a.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors < config < request < row_kind < tree < batch < step_stats < speculation < step_rows",),
+    (
+        (
+            "errors < config < logprobs < request < row_kind < tree < batch < step_stats < speculation"
+            " < step_rows"
+        ),
+    ),
     (
         "parallel",
         "kernels",
