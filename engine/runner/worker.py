@@ -12,6 +12,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.draft.drafter import Drafter
+from engine.draft.guarded import GuardedDrafter
 from engine.draft.loader import LoadedDraft, load_draft
 from engine.draft.network import DraftNetwork
 from engine.draft.ops import DraftOps, TorchDraftOps
@@ -113,7 +114,7 @@ def wire_worker(
         draft_mode=config.speculation.draft_mode,
     )
     backend = create_backend(config.attention_backend, device)
-    drafter = None if head is None else create_drafter(head, backend, shape)
+    drafter = None if head is None else GuardedDrafter(create_drafter(head, backend, shape))
     parts = (verify or choose_verify(device), choose_slot_ops(device))
     runner = ModelRunner(target, drafter, backend, shape, model.eos_token_ids, *parts)
     return Worker(

@@ -12,7 +12,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "parallel",
         "kernels",
-        "stats",
+        "draft_restart",
+        "draft_status < stats",
         "tap",
         "detokenizer",
         "environment",
@@ -23,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("attention", "transfer"),
     ("model < draft", "scheduler", "dispatcher"),
     ("runner",),
-    ("counters < engine < synthetic < messages < core < core_link < async_engine", "near_tie"),
+    ("counters < draft_swap < engine < synthetic < messages < core < core_link < async_engine", "near_tie"),
     ("training",),
 )
 
