@@ -24,6 +24,7 @@ from engine.messages import (
     Ready,
     Refused,
     Shutdown,
+    Switch,
 )
 from engine.request import Request
 
@@ -60,7 +61,7 @@ class Core:
             self._act(message)
         return True
 
-    def _act(self, message: Add | Abort | AskStats | LoadDraft) -> None:
+    def _act(self, message: Add | Abort | AskStats | LoadDraft | Switch) -> None:
         match message:
             case Add(request):
                 self._num_added += 1
@@ -71,6 +72,8 @@ class Core:
                 self._send(self._engine.stats())
             case LoadDraft(folder, digest):
                 self._engine.drafts.load(folder, digest)
+            case Switch(mode):
+                self._engine.switch_speculation(mode)
 
     def _add(self, request: Request) -> None:
         error: Exception

@@ -3,11 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.batch import Load, SequenceDelta, StepStats
-from engine.draft_status import DraftStatus
+from engine.batch import Load, SequenceDelta
 from engine.kvcache.block_pool import BlockCounts
 from engine.request import FinishReason
 from engine.stats import EngineStats
+from engine.step_stats import StepStats
 
 
 @dataclass(slots=True)
@@ -58,9 +58,7 @@ class Counters:
                 self.num_finished += 1
         self.num_prefix_hit_tokens += num_prefix_hits
 
-    def snapshot(
-        self, load: Load, blocks: BlockCounts, num_preemptions: int, draft: DraftStatus
-    ) -> EngineStats:
+    def snapshot(self, load: Load, blocks: BlockCounts, num_preemptions: int) -> EngineStats:
         """Return the totals beside the gauges of now."""
         deepest = max(self.accepted_by_depth, default=-1)
         return EngineStats(
@@ -84,5 +82,4 @@ class Counters:
             accepted_by_depth=tuple(self.accepted_by_depth[depth] for depth in range(deepest + 1)),
             steps_by_tree=tuple(sorted(self.steps_by_tree.items())),
             step_seconds=self.step_seconds,
-            draft=draft,
         )

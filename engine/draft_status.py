@@ -34,3 +34,6 @@ class DraftStatus:
     num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+
+
+NO_DRAFT = DraftStatus(None, DraftState.NONE)

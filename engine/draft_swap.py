@@ -9,11 +9,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from engine.batch import StepStats
 from engine.draft_status import DraftState, DraftStatus
 from engine.errors import EyasError
 from engine.runner.draft_site import DraftSite, NextDraft
 from engine.scheduler.scheduler import Scheduler
+from engine.step_stats import StepStats
 from engine.tree.topology import TreeTopology
 
 logger = logging.getLogger(__name__)

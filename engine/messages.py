@@ -35,12 +35,17 @@ class AskStats:
 
 @dataclass(frozen=True, slots=True)
 class LoadDraft:
-    """Client: draft with the head of `folder` as soon as it is loaded, if its weights have `digest` (None:
-    whatever they are). What comes of it is told by `EngineStats`.
-    """
+    """Client: draft with the head of `folder`, of weights `digest` if given. `EngineStats` tells the outcome."""
 
     folder: Path
     digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Client: use another speculation mode from now on, one that the engine knows. Not answered."""
+
+    mode: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +88,5 @@ class Deltas:
     num_added: int
 
 
-ClientMessage = Add | Abort | AskStats | LoadDraft | Shutdown
+ClientMessage = Add | Abort | AskStats | LoadDraft | Switch | Shutdown
 CoreMessage = Ready | Failed | Refused | Deltas | EngineStats

@@ -5,7 +5,8 @@ Turning them into metrics is left to `app/metrics.py`.
 
 from dataclasses import dataclass
 
-from engine.draft_status import DraftStatus
+from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
+from engine.draft_status import NO_DRAFT, DraftStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ class EngineStats:
     accepted_by_depth: tuple[int, ...]
     steps_by_tree: tuple[tuple[str, int], ...]
     step_seconds: float
-    draft: DraftStatus
+    dispatch: DispatchStats = NOT_CHOSEN
+    draft: DraftStatus = NO_DRAFT
 
     @property
     def tokens_per_call(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.draft.drafter import TreeDrafter
+from engine.draft.drafter import Drafter, TreeDrafter
 from engine.draft.guarded import GuardedDrafter
 from engine.draft.loader import LoadedDraft, load_draft
 from engine.draft.network import DraftNetwork
@@ -51,6 +51,11 @@ class DraftSite:
     def failure(self) -> str:
         """What the drafter raised; empty while it works."""
         return self._drafter.failure if isinstance(self._drafter, GuardedDrafter) else ""
+
+    @property
+    def pools(self) -> tuple[KVPool, ...]:
+        """The pages of the draft, where its drafter has some."""
+        return (self._drafter.pool,) if isinstance(self._drafter, Drafter | GuardedDrafter) else ()
 
     def load(self, folder: Path, digest: str | None, model_digest: str, num_siblings: int) -> NextDraft:
         """Read and check the draft of `folder`; nothing of the running one changes, so any thread may.

@@ -15,8 +15,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend
 from engine.batch import Admission, StepPlan
 from engine.config import DraftMode
-from engine.draft.drafter import Drafter, TreeDrafter
-from engine.draft.guarded import GuardedDrafter
+from engine.draft.drafter import TreeDrafter
 from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
@@ -76,7 +75,6 @@ class ModelRunner:
             device=self.device,
             ops=slot_ops,
         )
-        self._drafter = drafter
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         self._pending = PendingDraft(shape.max_num_seqs + 1, shape.feature_window)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
@@ -112,11 +110,7 @@ class ModelRunner:
     @property
     def page_pools(self) -> tuple[KVPool, ...]:
         """The pages of the target and, where a draft head has some, of the draft."""
-        return (
-            (self._pool, self._drafter.pool)
-            if isinstance(self._drafter, Drafter | GuardedDrafter)
-            else (self._pool,)
-        )
+        return (self._pool, *self.draft_site.pools)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
