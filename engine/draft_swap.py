@@ -6,7 +6,7 @@ Reading and installing weights is left to `runner/draft_site`, the choice of a t
 
 import logging
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.draft_status import DraftState, DraftStatus
@@ -18,8 +18,26 @@ from engine.tree.topology import TreeTopology
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = 500  # trees that one verdict looks at
+_WINDOW = 500  # trees that one verdict looks at, at least
+_WINDOW_STEPS = 50  # the same in steps: a large batch may be all of one kind
 _LEAST_ACCEPTED = 5  # draft tokens of a window: a head of another target has hardly any right
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What the steps since the last verdict drafted and kept."""
+
+    num_steps: int = 0
+    num_trees: int = 0
+    num_accepted: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_trees >= _WINDOW and self.num_steps >= _WINDOW_STEPS
+
+    def after(self, num_trees: int, num_accepted: int) -> "_Window":
+        num_steps = self.num_steps + (num_trees > 0)
+        return _Window(num_steps, self.num_trees + num_trees, self.num_accepted + num_accepted)
 
 
 class DraftSwap:
@@ -31,7 +49,7 @@ class DraftSwap:
         self._status = DraftStatus(digest, state)
         self._loading: _Loading | None = None
         self._num_foreign = 0  # steps to come back that another draft has drafted
-        self._window = (0, 0)  # trees and accepted draft tokens since the last verdict
+        self._window = _Window()
 
     @property
     def status(self) -> DraftStatus:
@@ -64,6 +82,10 @@ class DraftSwap:
         """Return the tree of the next step: plain decoding where the draft is given up."""
         return self._scheduler.root_only if self._status.is_off else topology
 
+    def forgive(self) -> None:
+        """Judge the draft by what comes from now on."""
+        self._window = _Window()
+
     def observe(self, stats: StepStats) -> None:
         """Count a collected step, and give up a draft that raised, or of whose tokens hardly any is right."""
         if self._site.failure and not self._status.is_off:
@@ -81,16 +103,16 @@ class DraftSwap:
             num_drafted=status.num_drafted + num_drafted,
             num_accepted=status.num_accepted + num_accepted,
         )
-        self._window = (self._window[0] + len(rows), self._window[1] + num_accepted)
-        if self._window[0] >= _WINDOW:
-            if self._window[1] < _LEAST_ACCEPTED and not self._status.is_off:
-                text = f"{self._window[0]} trees had {self._window[1]} draft tokens accepted"
+        self._window = window = self._window.after(len(rows), num_accepted)
+        if window.is_full:
+            if window.num_accepted < _LEAST_ACCEPTED and not self._status.is_off:
+                text = f"{window.num_trees} trees had {window.num_accepted} draft tokens accepted"
                 self._give_up(DraftState.COLLAPSED, f"{text}: the draft does not belong to this model")
-            self._window = (0, 0)
+            self.forgive()
 
     def _install(self, draft: NextDraft) -> None:
         self._num_foreign = self._scheduler.num_in_flight
-        self._window = (0, 0)
+        self.forgive()
         # Blocks without draft K/V would hold down the acceptance of every prompt that hits them.
         self._site.install(draft, self._scheduler.forget_draft())
         before, status = self._status.digest, self._status

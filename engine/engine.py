@@ -72,8 +72,7 @@ class Engine:
         worker = build_worker(config)
         engine = assemble_engine(config, worker.runner, worker.library, worker.facts)
         engine.prepare()
-        facts = dataclasses.asdict(engine.facts)
-        logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+        logger.info("engine ready %s", engine.facts)
         return engine
 
     def prepare(self) -> None:
@@ -139,6 +138,7 @@ class Engine:
     def switch_speculation(self, mode: str) -> None:
         """Use another speculation mode from now on. Raises `ConfigError` for an unknown tree."""
         self._dispatcher.switch(mode)
+        self.drafts.forgive()
         logger.info("speculation switched mode=%s", mode)
 
     def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:

@@ -35,7 +35,9 @@ class AskStats:
 
 @dataclass(frozen=True, slots=True)
 class LoadDraft:
-    """Client: draft with the head of `folder`, of weights `digest` if given. `EngineStats` tells the outcome."""
+    """Client: draft with the head of `folder`, of weights `digest` if given. `EngineStats` tells the
+    outcome.
+    """
 
     folder: Path
     digest: str | None

@@ -14,7 +14,7 @@ class EngineFacts:
     """What the machine answered when the engine started.
 
     `draft_digest` and `model_digest` name the bytes really loaded; `trees` lists the topologies this engine
-    may run.
+    may run. `load_seconds` is how long reading the weights and wiring them took.
     """
 
     model_name: str
@@ -33,6 +33,7 @@ class EngineFacts:
     block_size: int
     num_blocks: int
     trees: tuple[str, ...]
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

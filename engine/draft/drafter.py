@@ -75,10 +75,6 @@ class Drafter:
         self.block_size = block_size
         self._ops = ops or TorchDraftOps()
 
-    def adopt(self, head: DraftNetwork, pool: KVPool) -> None:
-        """Draft with another head from now on; nothing in `pool` is its own yet."""
-        self.head, self.pool = head, pool
-
     def fill(self, pairs: PromptPairs) -> None:
         """Cache the K/V of `pairs`."""
         layout = pairs.layout

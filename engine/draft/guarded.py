@@ -5,6 +5,7 @@ Turning speculation off is left to the engine.
 """
 
 import logging
+from collections.abc import Callable
 
 from engine.draft.drafter import Drafter, DraftNoise, PromptPairs
 from engine.draft.network import DraftNetwork
@@ -16,10 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 class GuardedDrafter:
-    """Drafts with `inner` until that raises; `failure` then says what."""
+    """Drafts with what `make` returns for a head and its pages, until that raises; `failure` then says
+    what.
+    """
 
-    def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
+    def __init__(
+        self, make: Callable[[DraftNetwork, KVPool], Drafter], head: DraftNetwork, pool: KVPool
+    ) -> None:
+        self._make = make
+        self._inner = make(head, pool)
         self.failure = ""
 
     @property
@@ -31,8 +37,8 @@ class GuardedDrafter:
         return self._inner.pool
 
     def adopt(self, head: DraftNetwork, pool: KVPool) -> None:
-        """See `Drafter.adopt`; a new head is trusted anew."""
-        self._inner.adopt(head, pool)
+        """Draft with another head from now on, nothing of which is in `pool` yet. It is trusted anew."""
+        self._inner = self._make(head, pool)
         self.failure = ""
 
     def fill(self, pairs: PromptPairs) -> None:

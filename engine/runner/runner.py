@@ -109,7 +109,7 @@ class ModelRunner:
 
     @property
     def page_pools(self) -> tuple[KVPool, ...]:
-        """The pages of the target and, where a draft head has some, of the draft."""
+        """The pages of the target and of the draft."""
         return (self._pool, *self.draft_site.pools)
 
     @torch.inference_mode()
