@@ -7,6 +7,7 @@ is left to `eyas bench` and the load test. Run it alone on a machine: it starts 
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -290,7 +291,7 @@ async def play(site: Site, scene: str) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scenes", nargs="*", default=list(SCENES), metavar="SCENE")
+    parser.add_argument("scenes", nargs="*", choices=SCENES, default=list(SCENES))
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft", required=True, help="a folder")
     parser.add_argument("--other-draft", required=True, help="a folder")
@@ -306,10 +307,13 @@ def main(arguments: list[str]) -> int:
     plan = Plan(options.model, options.draft, options.other_draft, options.streams, options.tokens, engine)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["EYAS_CACHE"] = os.environ.get("EYAS_CACHE", cache)
-        for scene in options.scenes:
-            with running(plan, SCENES[scene][1]) as site:
-                sys.stdout.write(json.dumps(asyncio.run(play(site, scene))) + "\n")
-                sys.stdout.flush()
+        # Scenes of the same deployment share one.
+        for _, scenes in itertools.groupby(options.scenes, key=lambda scene: json.dumps(SCENES[scene][1])):
+            names = list(scenes)
+            with running(plan, SCENES[names[0]][1]) as site:
+                for name in names:
+                    sys.stdout.write(json.dumps(asyncio.run(play(site, name))) + "\n")
+                    sys.stdout.flush()
     return 0
 
 
