@@ -7,6 +7,7 @@ is left to `eyas bench` and the load test. Run it alone on a machine: it starts 
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -204,16 +205,24 @@ async def check_redeploy(site: Site) -> dict[str, Any]:
 
 
 async def check_scale(site: Site) -> dict[str, Any]:
-    """Let the load ask for a second replica, then take the load away."""
+    """Let the load ask for as many replicas as there may be, then take the load away."""
     load, seconds = Load(site), []
+    most = int(site.args["autoscaling"]["max_replicas"])
     await site.until(lambda status: len(status["replicas"]) == 1, 60)
 
-    async def wait_for_two() -> None:
-        seconds.append(await site.until(lambda status: len(status["replicas"]) == 2, 90))
+    async def wait_for_all() -> None:
+        seconds.append(await site.until(lambda status: len(status["replicas"]) == most, 180))
         await asyncio.sleep(2.0)
 
-    await load.run(wait_for_two)
-    seconds.append(await site.until(lambda status: len(status["replicas"]) == 1, 120))
+    async def wait_for_one() -> None:
+        seconds.append(await site.until(lambda status: len(status["replicas"]) == 1, 240))
+
+    await load.run(wait_for_all)
+    # A single stream goes on: the replica that ends may have it.
+    calm = Load(dataclasses.replace(site, plan=dataclasses.replace(site.plan, num_streams=1)))
+    await calm.run(wait_for_one)
+    load.ends.update(calm.ends)
+    load.errors += calm.errors
     return load.report() | {
         "seconds_up": round(seconds[0], 2),
         "seconds_down": round(seconds[1], 2),
@@ -224,7 +233,7 @@ async def check_scale(site: Site) -> dict[str, Any]:
 SCENES: dict[str, tuple[Callable[[Site], Awaitable[dict[str, Any]]], dict[str, Any]]] = {
     "kill": (check_kill, {"num_replicas": 2}),
     "redeploy": (check_redeploy, {"num_replicas": 2}),
-    "scale": (check_scale, {"autoscaling": {"max_replicas": 2, "downscale_after_s": 2.0}}),
+    "scale": (check_scale, {"autoscaling": {"max_replicas": 3, "downscale_after_s": 2.0}}),
 }
 
 
