@@ -12,6 +12,7 @@ from engine.dispatcher.latency import LatencyTable
 from engine.dispatcher.state import DispatchState
 from engine.draft_status import NO_DRAFT, DraftState, DraftStatus
 from engine.engine import Engine
+from engine.environment import enter_core_environment
 from engine.errors import (
     CapacityError,
     ConfigError,
@@ -81,6 +82,7 @@ __all__ = [
     "acceptance_length",
     "cache_folder",
     "chain",
+    "enter_core_environment",
     "explain",
     "predict_bytes",
     "pull",
