@@ -72,8 +72,12 @@ class Site:
         client.deploy_apps(ServeDeploySchema(applications=[application]))
 
     async def status(self) -> dict[str, Any]:
-        async with httpx.AsyncClient(timeout=30) as client:
-            answer = await client.get(f"{self.url}/admin/status")
+        """Return the body of `/admin/status`, without any replica where none answers."""
+        try:
+            async with httpx.AsyncClient(timeout=30) as client:
+                answer = await client.get(f"{self.url}/admin/status")
+        except httpx.TransportError:
+            return {"replicas": []}
         return dict(answer.json()) if answer.status_code == 200 else {"replicas": []}
 
     async def until(self, is_true: Callable[[dict[str, Any]], bool], seconds: float) -> float:
