@@ -13,6 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.live import LiveStatus
+from app.ready import NOT_TIMED, ReadyTimes
+from app.replica_metrics import replica_families
 from engine import EngineFacts, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -244,6 +247,8 @@ class ReplicaSnapshot:
     calls: tuple[tuple[str, int], ...]
     histograms: tuple[HistogramSnapshot, ...]
     busy_seconds: float
+    ready: ReadyTimes = NOT_TIMED
+    live: LiveStatus | None = None
 
 
 class Histogram:
@@ -278,6 +283,7 @@ class _Snapshots(Collector):
                 CounterMetricFamily(counter.name, counter.text, labels=_labels(counter)), counter
             )
         yield self._calls()
+        yield from replica_families(self._replicas)
         busy = CounterMetricFamily(*BUSY, labels=LABELS)
         for replica in self._replicas:
             busy.add_metric([replica.model, replica.replica], replica.busy_seconds)
@@ -313,11 +319,11 @@ class _Snapshots(Collector):
         """
         family = HistogramMetricFamily(*PATH_LENGTH, labels=[*LABELS, "draft_digest"])
         for replica in self._replicas:
-            if replica.facts.draft_digest is not None:
+            if replica.stats.draft.digest is not None:
                 stats = replica.stats
                 beyond = dict(enumerate(stats.accepted_by_depth))
                 edges = [(f"{length}", stats.num_drafts - beyond.get(length, 0)) for length in PATH_LENGTHS]
-                labels = [replica.model, replica.replica, replica.facts.draft_digest]
+                labels = [replica.model, replica.replica, replica.stats.draft.digest]
                 family.add_metric(labels, [*edges, ("+Inf", stats.num_drafts)], stats.num_accepted)
         return family
 
@@ -336,7 +342,7 @@ class _Snapshots(Collector):
         family = GaugeMetricFamily(*INFO, labels=LABELS + INFO_LABELS)
         for replica in self._replicas:
             facts = replica.facts
-            values = [replica.version, facts.model_digest, facts.draft_digest or ""]
+            values = [replica.version, facts.model_digest, replica.stats.draft.digest or ""]
             values += [facts.dtype, facts.device, facts.attention_backend]
             family.add_metric([replica.model, replica.replica, *values], 1)
         return family

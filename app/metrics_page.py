@@ -6,6 +6,8 @@
 import sys
 from collections.abc import Iterator
 
+from prometheus_client.core import CounterMetricFamily
+
 from app.http_counts import RESPONSES, RESPONSES_LABELS
 from app.metrics import (
     BUSY,
@@ -20,6 +22,7 @@ from app.metrics import (
     PATH_LENGTH,
     Labelled,
 )
+from app.replica_metrics import SOURCES
 
 Row = tuple[str, str, str, str]  # name, type, labels, meaning
 
@@ -87,6 +90,9 @@ def rows() -> Iterator[Row]:
     yield CALLS[0], "counter", _code(["outcome"]), CALLS[1]
     yield BUSY[0], "counter", "", BUSY[1]
     yield PATH_LENGTH[0], "histogram", _code(["draft_digest"]), PATH_LENGTH[1]
+    for source in SOURCES:
+        kind = "counter" if source.kind is CounterMetricFamily else "gauge"
+        yield source.name, kind, _code([] if source.label is None else [source.label]), source.text
     for name, (text, _) in HISTOGRAMS.items():
         yield name, "histogram", "", text
     for alias, name in HISTOGRAM_ALIASES.items():

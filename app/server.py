@@ -3,7 +3,6 @@
 HTTP is left to `ingress`, placing and scaling replicas to `main`.
 """
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -25,7 +24,6 @@ from app.call import (
 from app.call_trace import SpanSink, TracedEngine
 from app.chat import ChatTemplate
 from app.choices import Limits, check_num_requests, check_token_ids, context_len, plan_requests
-from app.config import ServerConfig
 from app.echo import Echo, unanswered, with_echo, without_answer
 from app.errors import UnknownModelError, event_for, reply_for, status_of
 from app.generation import ChoiceDelta, TokenEngine, run_choices
@@ -48,7 +46,7 @@ from app.tokenizer import Tokenizer
 from app.tool_formats import OPEN_TAG, make_parser
 from app.tool_stream import with_calls
 from app.version import version
-from engine import AsyncEngine, Request
+from engine import Request
 from ops.tracing.context import TraceContext
 
 Steps = AsyncGenerator[list[ChoiceDelta], None]
@@ -100,16 +98,9 @@ class LLMServer:
         self._per_token = Histogram("eyas_time_per_output_token_seconds")
         self._duration = Histogram("eyas_call_duration_seconds")
 
-    @staticmethod
-    async def start(config: ServerConfig, replica: str = "local") -> "LLMServer":
-        """Fetch the model where it is absent and start the engine. Raises `ModelLoadError`, `ConfigError`."""
-        engine_config = await asyncio.to_thread(config.engine_config)
-        tokenizer = Tokenizer(engine_config.model)
-        template = ChatTemplate(engine_config.model)
-        engine = await AsyncEngine.start(engine_config)
-        limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
-        sink = config.tracing.open_export(replica)
-        return LLMServer(engine, tokenizer, template, config.name, limits, replica, sink=sink)
+    def limit(self, limits: Limits) -> None:
+        """Hold coming calls to other limits; those that run go on."""
+        self._limits = limits
 
     def card(self) -> ModelCard:
         return ModelCard(self._name, self._created, context_len(self._engine.facts))

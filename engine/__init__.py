@@ -10,6 +10,7 @@ from engine.detokenizer import IncrementalDetokenizer
 from engine.dispatcher.explain import explain
 from engine.dispatcher.latency import LatencyTable
 from engine.dispatcher.state import DispatchState
+from engine.draft_status import NO_DRAFT, DraftState, DraftStatus
 from engine.engine import Engine
 from engine.environment import enter_core_environment
 from engine.errors import (
@@ -37,17 +38,21 @@ from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 from engine.tree.profile import MeasuredProfile, scale_profile
 from engine.tree.search import Profile, acceptance_length, search
 from engine.tree.topology import TreeTopology, chain
+from engine.weights.cache import cache_folder
 from engine.weights.pull import pull
 from engine.weights.source import resolve_model
 
 __all__ = [
     "DEFAULT_PROFILE",
     "MAX_GAP",
+    "NO_DRAFT",
     "AsyncEngine",
     "CapacityError",
     "ConfigError",
     "DispatchState",
     "DraftMismatchError",
+    "DraftState",
+    "DraftStatus",
     "Engine",
     "EngineConfig",
     "EngineDeadError",
@@ -79,6 +84,7 @@ __all__ = [
     "TreeTopology",
     "WorkPart",
     "acceptance_length",
+    "cache_folder",
     "chain",
     "check_config",
     "enter_core_environment",

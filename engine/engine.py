@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.counters import Counters
 from engine.dispatcher.dispatcher import Dispatcher
 from engine.dispatcher.latency import LatencyTable
+from engine.draft_swap import DraftSwap
 from engine.errors import AdmissionError, RequestError
 from engine.kvcache.kv_cache import KVCache
 from engine.policy import build_policy
@@ -29,7 +30,6 @@ from engine.step_times import measure_latency
 logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all 64 bits
-_SUSPICIOUS_DRAFTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Engine:
         self._num_arrived = 0
         self._in_flight: _InFlight | None = None
         self._counters = Counters()
-        self._has_warned = False
+        self.drafts = DraftSwap(runner.draft_site, scheduler, facts.model_digest, facts.draft_digest)
 
     @staticmethod
     def load(config: EngineConfig) -> "Engine":
@@ -72,8 +72,7 @@ class Engine:
         worker = build_worker(config)
         engine = assemble_engine(config, worker, latency=measure_latency(config, worker))
         engine.prepare()
-        facts = dataclasses.asdict(engine.facts)
-        logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+        logger.info("engine ready %s", engine.facts)
         return engine
 
     def prepare(self) -> None:
@@ -121,23 +120,26 @@ class Engine:
 
     def step(self) -> tuple[SequenceDelta, ...]:
         """Launch one step if anything can run, then return what the step before it gave."""
+        self.drafts.settle()
         load = self._scheduler.next_load()
-        plan = self._scheduler.schedule(self._dispatcher.choose(load), time.monotonic())
+        plan = self._scheduler.schedule(self.drafts.limit(self._dispatcher.choose(load)), time.monotonic())
         launched, failed = (None, []) if plan is None else self._launch(plan, load)
         deltas = () if self._in_flight is None else self._collect(self._in_flight)
         self._in_flight = launched
         return (*failed, *deltas)
 
     def stats(self) -> EngineStats:
-        """Return counters since the start and gauges now."""
+        """Return counters since the start and gauges now. A draft that is ready is taken first."""
+        self.drafts.settle()
         stats = self._counters.snapshot(
             self._scheduler.load(), self._kv_cache.pool.counts(), self._scheduler.num_preemptions
         )
-        return dataclasses.replace(stats, dispatch=self._dispatcher.stats())
+        return dataclasses.replace(stats, dispatch=self._dispatcher.stats(), draft=self.drafts.status)
 
     def switch_speculation(self, mode: str) -> None:
         """Use another speculation mode from now on. Raises `ConfigError` for an unknown tree."""
         self._dispatcher.switch(mode)
+        self.drafts.forgive()
         logger.info("speculation switched mode=%s", mode)
 
     def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:
@@ -181,22 +183,8 @@ class Engine:
         stats = StepStats.of(flight.plan, flight.load, result)
         self._dispatcher.observe(stats)
         self._counters.observe(stats, deltas)
-        self._warn_if_nothing_accepted()
+        self.drafts.observe(stats)
         return deltas
-
-    def _warn_if_nothing_accepted(self) -> None:
-        """Say once that drafts are never right: the mark of wrong taps, a stale draft or a missing vocabulary
-        map.
-        """
-        counters = self._counters
-        if self._has_warned or counters.num_accepted or counters.num_drafted < _SUSPICIOUS_DRAFTS:
-            return
-        self._has_warned = True
-        logger.warning(
-            "no draft accepted drafted=%d draft_digest=%s: the draft does not belong to this model",
-            counters.num_drafted,
-            self.facts.draft_digest,
-        )
 
 
 def assemble_engine(

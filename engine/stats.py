@@ -6,6 +6,7 @@ Turning them into metrics is left to `app/metrics.py`.
 from dataclasses import dataclass
 
 from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
+from engine.draft_status import NO_DRAFT, DraftStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class EngineFacts:
     """What the machine answered when the engine started.
 
     `draft_digest` and `model_digest` name the bytes really loaded; `trees` lists the topologies this engine
-    may run.
+    may run. `load_seconds` is how long reading the weights and wiring them took.
     """
 
     model_name: str
@@ -32,6 +33,7 @@ class EngineFacts:
     block_size: int
     num_blocks: int
     trees: tuple[str, ...]
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class EngineStats:
     steps_by_tree: tuple[tuple[str, int], ...]
     step_seconds: float
     dispatch: DispatchStats = NOT_CHOSEN
+    draft: DraftStatus = NO_DRAFT
 
     @property
     def tokens_per_call(self) -> float:

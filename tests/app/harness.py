@@ -22,7 +22,16 @@ from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
-from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta, TokenLogprob
+from engine import (
+    NO_DRAFT,
+    DraftStatus,
+    EngineFacts,
+    EngineStats,
+    FinishReason,
+    Request,
+    SequenceDelta,
+    TokenLogprob,
+)
 from engine.dispatch_stats import ArmTotal, DispatchStats
 from ops.tracing.context import TraceContext
 
@@ -104,6 +113,7 @@ class SpokenEngine:
     num_steps_before_stall: int | None = None
     score: Callable[[Request, int], float] = lambda request, idx: -(idx + 1) / 8
     dispatch: DispatchStats = DISPATCH
+    draft: DraftStatus = NO_DRAFT
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         self.requests.append(request)
@@ -190,6 +200,7 @@ class SpokenEngine:
             steps_by_tree=(("chain-3", 8), ("off", 2)),
             step_seconds=1.5,
             dispatch=self.dispatch,
+            draft=self.draft,
         )
 
     def check_health(self) -> None:

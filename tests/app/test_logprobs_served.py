@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from app.config import ServerConfig
 from app.ingress import FrontDoor, Ingress
-from app.server import LLMServer
+from app.replica import Replica
 from app.tokenizer import Tokenizer
 from tests.app.harness import LocalBackend, chat_body, client_of, completion_body, events
 from tests.app.tiny_model import write_random_draft, write_random_model
@@ -76,7 +76,7 @@ async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
     config = ServerConfig(
         model=str(folder), draft=str(folder / "draft"), engine={"dtype": "float32", "max_num_seqs": 3}
     )
-    server = await LLMServer.start(config)
+    server = (await Replica.start(config)).server
     application = Ingress(LocalBackend(server), "0.1.0", FrontDoor(max_body_bytes=100_000)).build()
     async with client_of(application) as client:
         yield client

@@ -1,7 +1,6 @@
 """The Prometheus text: valid, complete, and equal to what the engine counted."""
 
 import asyncio
-import dataclasses
 import itertools
 import re
 from collections.abc import AsyncGenerator
@@ -21,7 +20,15 @@ from app.metrics import COUNTERS, HISTOGRAM_ALIASES, HISTOGRAMS, Histogram, Labe
 from app.outcomes import OUTCOMES
 from app.server import LLMServer
 from app.tokenizer import Tokenizer
-from engine import CapacityError, EngineDeadError, FinishReason, Request, SequenceDelta
+from engine import (
+    CapacityError,
+    DraftState,
+    DraftStatus,
+    EngineDeadError,
+    FinishReason,
+    Request,
+    SequenceDelta,
+)
 from tests.app.harness import LocalBackend, SpokenEngine, chat_body, client_of, make_application
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -84,7 +91,7 @@ async def test_the_choice_of_the_dispatcher_is_told(client: httpx.AsyncClient) -
 
 
 async def test_page_lists_exactly_what_is_exported(client: httpx.AsyncClient, engine: SpokenEngine) -> None:
-    engine.facts = dataclasses.replace(engine.facts, draft_digest="d1")
+    engine.draft = DraftStatus("d1", DraftState.SERVING)
     await client.post("/v1/chat/completions", json=chat_body())
     exported = {}
     for family in text_string_to_metric_families((await client.get("/metrics")).text):
@@ -113,7 +120,7 @@ async def test_queries_of_the_page_ask_for_names_that_exist(client: httpx.AsyncC
 async def test_path_lengths_add_up_to_the_drafts_that_were_kept(
     client: httpx.AsyncClient, engine: SpokenEngine
 ) -> None:
-    engine.facts = dataclasses.replace(engine.facts, draft_digest="d1")
+    engine.draft = DraftStatus("d1", DraftState.SERVING)
     samples = await scrape(client)
 
     def value(part: str, **labels: str) -> float:

@@ -17,7 +17,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "parallel",
         "kernels",
-        "dispatch_stats < stats",
+        "draft_restart",
+        "draft_status < dispatch_stats < stats",
         "tap",
         "detokenizer",
         "environment",
@@ -29,7 +30,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model < draft", "scheduler", "dispatcher"),
     ("runner",),
     (
-        "counters < step_times < policy < engine < synthetic < messages < core < core_link < async_engine",
+        " < ".join(
+            (
+                *("counters", "step_times", "policy", "draft_swap", "engine", "synthetic", "messages"),
+                *("core", "core_link", "async_engine"),
+            )
+        ),
         "near_tie",
     ),
     ("training",),

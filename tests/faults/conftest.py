@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from app.config import ServerConfig
 from app.ingress import FrontDoor, Ingress
-from app.server import LLMServer
+from app.replica import Replica
 from tests.app.harness import LocalBackend, client_of
 from tests.app.tiny_model import write_random_draft, write_random_model
 from tests.faults.served import Served
@@ -26,7 +26,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             "engine": {"dtype": "float32", "max_model_len": 256, "memory_gib": 0.002},
         }
     )
-    server = await LLMServer.start(config)
+    server = (await Replica.start(config)).server
     try:
         async with client_of(Ingress(LocalBackend(server), "0", FrontDoor(100_000)).build()) as client:
             yield Served(server, client)
