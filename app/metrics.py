@@ -75,6 +75,7 @@ GAUGES: tuple[Plain | Labelled, ...] = (
             ("cached", s.num_cached_blocks),
         ],
     ),
+    Labelled("eyas_arm", "1 for the tree of coming steps", "tree", lambda s: [(s.dispatch.arm, 1.0)]),
     Plain("vllm:num_requests_running", "alias of eyas_requests_running", lambda s: s.num_running),
     Plain("vllm:num_requests_waiting", "alias of eyas_requests_waiting", lambda s: s.num_waiting),
     Plain("vllm:kv_cache_usage_perc", "share of the KV blocks that sequences hold, 0 to 1", _kv_usage),
@@ -95,6 +96,34 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
         "decode rows by topology, a row once per step",
         "tree",
         lambda s: s.steps_by_tree,
+    ),
+    Labelled(
+        "eyas_arm_tokens_total",
+        "tokens of steps in which every row ran one tree and no prompt ran",
+        "tree",
+        lambda s: [(arm.name, arm.num_tokens) for arm in s.dispatch.totals],
+    ),
+    Labelled(
+        "eyas_arm_seconds_total",
+        "device time of those steps",
+        "tree",
+        lambda s: [(arm.name, arm.seconds) for arm in s.dispatch.totals],
+    ),
+    Plain(
+        "eyas_arm_switches_total", "changes of the tree of coming steps", lambda s: s.dispatch.num_switches
+    ),
+    Plain(
+        "eyas_arm_probes_total", "steps with another tree to learn its cost", lambda s: s.dispatch.num_probes
+    ),
+    Plain(
+        "eyas_acceptance_alarms_total",
+        "breaks of acceptance that were noticed",
+        lambda s: s.dispatch.num_alarms,
+    ),
+    Plain(
+        "eyas_speculation_trips_total",
+        "times that speculation was blocked since it brought less than plain decoding",
+        lambda s: s.dispatch.num_trips,
     ),
     Plain("eyas_prompt_tokens_total", "prompt tokens", lambda s: s.num_prompt_tokens),
     Plain(

@@ -4,7 +4,7 @@ Loading, and whether the cache fits the memory that is free then, is left to `wo
 """
 
 from engine.config import EngineConfig
-from engine.dispatcher.dispatcher import StaticDispatcher
+from engine.dispatcher.static import StaticDispatcher
 from engine.draft.loader import WEIGHTS, load_draft
 from engine.model.config import ModelConfig
 from engine.runner.calibrate import choose_device

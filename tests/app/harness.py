@@ -22,6 +22,7 @@ from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
 from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+from engine.dispatch_stats import ArmTotal, DispatchStats
 
 MAX_MODEL_LEN = 512
 MAX_NUM_WAITING = 64
@@ -149,6 +150,9 @@ class SpokenEngine:
             accepted_by_depth=(15, 7, 3),
             steps_by_tree=(("chain-3", 8), ("off", 2)),
             step_seconds=1.5,
+            dispatch=DispatchStats(
+                arm="chain-3", num_switches=2, num_probes=4, totals=(ArmTotal("chain-3", 8, 20, 0.5),)
+            ),
         )
 
     def check_health(self) -> None:
