@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz faults check bench format clean
+.PHONY: help setup serve test fuzz faults check bench load format clean
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,6 +33,9 @@ check: setup  ## format, lint and type checks
 
 bench: setup  ## speculation on against off, by batch size
 	$(BIN)/eyas bench $(ARGS)
+
+load: setup  ## load a running server; ARGS="-u 8 -t 60s --host URL" and the like go to Locust
+	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:8000 -u 4 -r 4 -t 30s $(ARGS)
 
 format: setup  ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from app.access import KeyGuard
 from app.api_keys import ApiKeys
 from app.call import Call, Reply, TokenCall
+from app.dispatch_body import DISPATCHER, dispatch_body
 from app.errors import (
     BodyTooLargeError,
     MediaTypeError,
@@ -37,6 +39,7 @@ from app.server import ModelCard
 from app.streaming import DONE
 from app.token_protocol import parse_detokenize, parse_tokenize
 from engine import EyasError, RequestError
+from ops.tracing.context import RESPONSE_HEADER, TraceContext, TraceSource
 
 Messages = AsyncGenerator[bytes | Reply, None]
 
@@ -48,7 +51,7 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Backend(Protocol):
     """The servers behind an ingress, wherever they run."""
 
-    def answer(self, call: Call, call_id: str) -> Messages: ...
+    def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages: ...
     async def reply(self, call: TokenCall) -> Reply: ...
     async def card(self) -> ModelCard: ...
     async def snapshots(self) -> list[ReplicaSnapshot]: ...
@@ -58,8 +61,8 @@ class Backend(Protocol):
 class EventStream(StreamingResponse):
     """Server-sent events whose source is closed as soon as the client is gone, not when it is collected."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={**STREAM_HEADERS, **headers})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,14 +72,15 @@ class EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class FrontDoor:
-    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys; and after how
-    many seconds a stream without a first message gets a comment.
+    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys; after how
+    many seconds a stream without a first message gets a comment; and which requests are traced, if any.
     """
 
     max_body_bytes: int
     cors_origins: tuple[str, ...] = ()
     keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
     keep_alive_s: float = 15.0
+    traces: TraceSource | None = None
 
 
 class Ingress:
@@ -113,6 +117,7 @@ class Ingress:
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
+        app.add_api_route(DISPATCHER, self.dispatcher, methods=_GET)
         app.add_middleware(CountResponses, counts=self._counts)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
@@ -175,6 +180,12 @@ class Ingress:
         except EyasError as error:
             return _response(reply_for(error))
 
+    async def dispatcher(self) -> Response:
+        try:
+            return JSONResponse(dispatch_body(await self._backend.snapshots()))
+        except EyasError as error:
+            return _response(reply_for(error))
+
     async def _reply(self, request: Request, parse: Callable[[bytes], TokenCall]) -> Response:
         try:
             return _response(await self._backend.reply(parse(await self._read(request))))
@@ -186,7 +197,9 @@ class Ingress:
     async def _answer(self, request: Request, parse: Callable[[bytes], Call]) -> Response:
         try:
             call = parse(await self._read(request))
-            messages = self._backend.answer(call, uuid.uuid4().hex)
+            traces = self._door.traces
+            trace = None if traces is None else traces.open(request.headers)
+            messages = self._backend.answer(call, uuid.uuid4().hex, trace)
             if call.options.is_stream:
                 messages = with_keep_alive(messages, self._door.keep_alive_s)
             # The first message is awaited before any status is sent, so that an error is a status.
@@ -195,10 +208,11 @@ class Ingress:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:  # the edge of a call: every error becomes an answer
             return _response(reply_for(error))
+        headers = {} if trace is None else {RESPONSE_HEADER: trace.header()}
         if isinstance(first, Reply):
             await messages.aclose()
-            return _response(first)
-        return EventStream(_relay(first, messages))
+            return _response(first, headers)
+        return EventStream(_relay(first, messages), headers)
 
     async def _read(self, request: Request) -> bytes:
         """Return the body, reading no more of it than is allowed."""
@@ -249,8 +263,8 @@ def _card_body(card: ModelCard) -> dict[str, object]:
     }
 
 
-def _response(reply: Reply) -> Response:
-    return Response(reply.body, reply.status, dict(reply.headers), "application/json")
+def _response(reply: Reply, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    return Response(reply.body, reply.status, {**dict(reply.headers), **headers}, "application/json")
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

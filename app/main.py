@@ -25,6 +25,7 @@ from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.version import version
 from engine import CapacityError, EngineDeadError
+from ops.tracing.context import TraceContext
 
 T = TypeVar("T")
 logger = logging.getLogger("ray.serve")  # the log that Serve keeps for each replica
@@ -50,8 +51,8 @@ class LLMServerDeployment:
         self._is_ending = False
         self._server = await LLMServer.start(config, replica)
 
-    async def answer(self, call: Call, call_id: str) -> Messages:
-        async with aclosing(self._server.answer(call, call_id)) as messages:
+    async def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        async with aclosing(self._server.answer(call, call_id, trace)) as messages:
             async for message in messages:
                 yield message
 
@@ -92,8 +93,10 @@ class HandleBackend:
         self._handle = handle
         self._streams = handle.options(stream=True)
 
-    async def answer(self, call: Call, call_id: str) -> Messages:
-        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(call, call_id)
+    async def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(
+            call, call_id, trace
+        )
         try:
             async for message in response:
                 yield message
@@ -145,7 +148,8 @@ class IngressDeployment:
     def __init__(self, server: DeploymentHandle, config: ServerConfig) -> None:
         # Keys are read here: they must not travel with the application's arguments, which Serve logs.
         keys = load_api_keys(config.api_key_file)
-        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s)
+        traces = config.tracing.source()
+        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s, traces)
         self._ingress = Ingress(HandleBackend(server), version(), door)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

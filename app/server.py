@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from app.call import (
     TokenCall,
     TokenizeCall,
 )
+from app.call_trace import SpanSink, TracedEngine
 from app.chat import ChatTemplate
 from app.choices import Limits, check_num_requests, check_token_ids, context_len, plan_requests
 from app.config import ServerConfig
@@ -47,6 +48,7 @@ from app.tool_formats import OPEN_TAG, make_parser
 from app.tool_stream import with_calls
 from app.version import version
 from engine import AsyncEngine, Request
+from ops.tracing.context import TraceContext
 
 Steps = AsyncGenerator[list[ChoiceDelta], None]
 
@@ -76,8 +78,10 @@ class LLMServer:
         limits: Limits,
         replica: str = "local",
         clock: Callable[[], float] = time.monotonic,
+        sink: SpanSink | None = None,
     ) -> None:
-        self._engine = engine
+        self._tracing = None if sink is None else TracedEngine(engine, sink, clock)
+        self._engine = self._tracing or engine
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
         self._tool_format = template.tool_format
@@ -103,7 +107,8 @@ class LLMServer:
         template = ChatTemplate(engine_config.model)
         engine = await AsyncEngine.start(engine_config)
         limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
-        return LLMServer(engine, tokenizer, template, config.name, limits, replica)
+        sink = config.tracing.open_export(replica)
+        return LLMServer(engine, tokenizer, template, config.name, limits, replica, sink=sink)
 
     def card(self) -> ModelCard:
         return ModelCard(self._name, self._created, context_len(self._engine.facts))
@@ -127,10 +132,12 @@ class LLMServer:
     async def shutdown(self) -> None:
         await self._engine.shutdown()
 
-    async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+    async def answer(
+        self, call: Call, call_id: str, trace: TraceContext | None = None
+    ) -> AsyncGenerator[bytes | Reply, None]:
         """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
         has_begun = False
-        with self._outcomes.watch() as ending:
+        with self._outcomes.watch() as ending, self._traced(call, call_id, trace, ending):
             try:
                 with self._admitted(call):
                     async with aclosing(self._messages(call, call_id, ending)) as messages:
@@ -149,6 +156,13 @@ class LLMServer:
             self._engine.facts.max_num_seqs + self._limits.max_requests,
             self._limits.max_concurrent_calls,
         )
+
+    def _traced(
+        self, call: Call, call_id: str, trace: TraceContext | None, ending: Ending
+    ) -> AbstractContextManager[None]:
+        if self._tracing is None or trace is None:
+            return nullcontext()
+        return self._tracing.watch(call, call_id, trace, ending)
 
     async def _messages(
         self, call: Call, call_id: str, ending: Ending

@@ -15,6 +15,7 @@ import tokenizers
 from fastapi import FastAPI
 
 from app.call import Call, Reply, TokenCall
+from app.call_trace import SpanSink
 from app.chat import ChatTemplate
 from app.choices import Limits
 from app.ingress import FrontDoor, Ingress, Messages
@@ -23,7 +24,19 @@ from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
 from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
 from engine.dispatch_stats import ArmTotal, DispatchStats
+from ops.tracing.context import TraceContext
 
+DISPATCH = DispatchStats(
+    arm="chain-3",
+    reason="best",
+    tokens_per_second=360.0,
+    plain_tokens_per_second=64.0,
+    num_switches=5,
+    num_probes=4,
+    num_alarms=3,
+    num_trips=2,
+    totals=(ArmTotal("chain-3", 40, 900, 2.5), ArmTotal("off", 4, 32, 0.5)),
+)
 MAX_MODEL_LEN = 512
 MAX_NUM_WAITING = 64
 EOS_ID = 1
@@ -89,6 +102,7 @@ class SpokenEngine:
     failure: SequenceDelta | None = None
     health_error: Exception | None = None
     num_steps_before_stall: int | None = None
+    dispatch: DispatchStats = DISPATCH
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         self.requests.append(request)
@@ -150,9 +164,7 @@ class SpokenEngine:
             accepted_by_depth=(15, 7, 3),
             steps_by_tree=(("chain-3", 8), ("off", 2)),
             step_seconds=1.5,
-            dispatch=DispatchStats(
-                arm="chain-3", num_switches=2, num_probes=4, totals=(ArmTotal("chain-3", 8, 20, 0.5),)
-            ),
+            dispatch=self.dispatch,
         )
 
     def check_health(self) -> None:
@@ -169,8 +181,8 @@ class LocalBackend:
     def __init__(self, server: LLMServer) -> None:
         self._server = server
 
-    def answer(self, call: Call, call_id: str) -> Messages:
-        return self._server.answer(call, call_id)
+    def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        return self._server.answer(call, call_id, trace)
 
     async def reply(self, call: TokenCall) -> Reply:
         return await self._server.reply(call)
@@ -191,9 +203,11 @@ def make_application(
     template: ChatTemplate,
     limits: Limits | None = None,
     door: FrontDoor | None = None,
+    sink: SpanSink | None = None,
 ) -> FastAPI:
     """Return the HTTP front over one server in this process."""
-    server = LLMServer(engine, tokenizer, template, "tiny", limits or Limits(MAX_NUM_WAITING))
+    limits = limits or Limits(MAX_NUM_WAITING)
+    server = LLMServer(engine, tokenizer, template, "tiny", limits, sink=sink)
     return Ingress(LocalBackend(server), "0.1.0", door or FrontDoor(max_body_bytes=100_000)).build()
 
 

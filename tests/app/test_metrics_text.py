@@ -52,14 +52,35 @@ async def test_numbers_are_those_of_the_engine(client: httpx.AsyncClient) -> Non
     assert value("eyas_generation_tokens_total") == 45
     assert value("eyas_accepted_draft_tokens_by_depth_total", depth="1") == 15
     assert value("eyas_steps_by_tree_total", tree="chain-3") == 8
-    assert value("eyas_arm", tree="chain-3") == 1
-    assert (
-        value("eyas_arm_tokens_total", tree="chain-3") / value("eyas_arm_seconds_total", tree="chain-3") == 40
-    )
     assert value("eyas_drafts_total") == value("vllm:spec_decode_num_drafts_total") == 18
     assert value("vllm:spec_decode_num_accepted_tokens_total") == 25
     assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") == 15
     assert value("vllm:kv_cache_usage_perc") == pytest.approx(2 / 33)
+
+
+async def test_the_choice_of_the_dispatcher_is_told(client: httpx.AsyncClient) -> None:
+    samples = await scrape(client)
+    found = {
+        (name.removeprefix("eyas_"), *(value for _, value in labels)): number
+        for (name, labels), number in samples.items()
+        if name.startswith(("eyas_dispatch", "eyas_arm"))
+    }
+    assert found == {
+        ("dispatch_arm", "chain-3"): 1,
+        ("dispatch_reason", "best"): 1,
+        ("dispatch_expected_tokens_per_second", "chain-3"): 360,
+        ("dispatch_expected_tokens_per_second", "off"): 64,
+        ("dispatch_switches_total",): 5,
+        ("dispatch_probes_total",): 4,
+        ("dispatch_alarms_total",): 3,
+        ("dispatch_trips_total",): 2,
+        ("arm_steps_total", "chain-3"): 40,
+        ("arm_steps_total", "off"): 4,
+        ("arm_tokens_total", "chain-3"): 900,
+        ("arm_tokens_total", "off"): 32,
+        ("arm_seconds_total", "chain-3"): 2.5,
+        ("arm_seconds_total", "off"): 0.5,
+    }
 
 
 async def test_page_lists_exactly_what_is_exported(client: httpx.AsyncClient, engine: SpokenEngine) -> None:

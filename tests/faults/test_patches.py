@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.faults.kinds import KINDS
 
+from tests.faults.kinds import KINDS
 from tests.faults.patches import PATCHES, Patch
 
 FOLDERS = ("app", "engine", "ops", "loadtest", "tests", "benchmarks")
