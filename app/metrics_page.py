@@ -63,6 +63,10 @@ _QUERIES = (
     ),
     ("Batch size: rows per step", "rate(eyas_decode_rows_total[1m]) / rate(eyas_steps_total[1m])"),
     ("Share of each tree", "sum by (tree) (rate(eyas_steps_by_tree_total[1m]))"),
+    (
+        "What each tree realises: tokens per second",
+        "rate(eyas_arm_tokens_total[5m]) / rate(eyas_arm_seconds_total[5m])",
+    ),
     ("Device time per step", "rate(eyas_step_seconds_total[1m]) / rate(eyas_steps_total[1m])"),
     (
         "Host gap: share of busy time in which the device waits",

@@ -77,6 +77,7 @@ def serve(folder: Path) -> Iterator[Server]:
         is_started.set()
         if process.poll() is None:
             process.kill()
+            process.wait()
 
 
 def poll(url: str, answers: list[httpx.Response], is_over: threading.Event) -> None:

@@ -174,7 +174,7 @@ KINDS: dict[str, Kind] = {
     # Slowness
     "disabled-not-free": _found("test_engine.py::test_plain_rows_draft_nothing"),
     "edge-collapse": _found(
-        "dispatcher/test_dispatcher.py::test_what_can_be_reached_covers_every_number_of_rows_once"
+        "dispatcher/test_static.py::test_what_can_be_reached_covers_every_number_of_rows_once"
     ),
     "accept-falls-with-batch": _found("faults/test_served.py::test_accept_falls_with_batch"),
     "ttft-tax": Kind(absent="nothing; speed is measured, not tested"),

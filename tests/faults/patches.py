@@ -118,7 +118,7 @@ PATCHES = (
     ),
     Patch(
         "off-then-on",
-        "engine/runner/slot_state.py",
+        "engine/runner/slot_ops.py",
         "start = torch.where(first > draft_len, first, draft_start)",
         "start = draft_start",
         "tests/exactness/test_draft_cache.py::test_off_rows_catch_up_within_the_window_and_forget_beyond_it",
