@@ -98,11 +98,13 @@ class StepPlan:
 class RowResult:
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
-    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing.
+    `is_finite` is False where the logits were not finite, for the `reason` or by the target's fault: the
+    row's tokens mean nothing.
     """
 
     token_ids: tuple[int, ...]
     is_finite: bool = True
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

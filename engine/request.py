@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.errors import RequestError
+from engine.guidance import Grammar
 
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKENS = 64
@@ -35,6 +36,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: str = "auto"
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_tokens", "min_tokens"):

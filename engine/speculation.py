@@ -4,12 +4,15 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.draft_guide import DraftGuide
 from engine.request import SamplingParams
 from engine.tree.topology import TreeTopology
 
@@ -196,10 +199,10 @@ class DraftOutput:
     token_ids: Tensor
     probs: Tensor | None = None
     children: Tensor | None = None
+    guide: DraftGuide | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingFlags:
+class SamplingFlags(NamedTuple):
     """What some row of a batch needs: host facts. Where one is False, the step does no such work."""
 
     is_sampled: bool = False
@@ -219,13 +222,7 @@ class SamplingFlags:
         )
 
     def __or__(self, other: "SamplingFlags") -> "SamplingFlags":
-        return SamplingFlags(
-            is_sampled=self.is_sampled or other.is_sampled,
-            is_truncated=self.is_truncated or other.is_truncated,
-            is_penalized=self.is_penalized or other.is_penalized,
-            is_biased=self.is_biased or other.is_biased,
-            has_min_tokens=self.has_min_tokens or other.has_min_tokens,
-        )
+        return SamplingFlags(*map(operator.or_, self, other))
 
 
 @dataclass(frozen=True, slots=True)

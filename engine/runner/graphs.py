@@ -4,6 +4,8 @@ Topology, lengths, tables and parameters are device data, so one set serves ever
 padding rows are the dummy slot. What a step computes is left to `decode_step`.
 """
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -13,9 +15,12 @@ from torch import Tensor
 
 from engine.batch import DUMMY_SLOT
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
+from engine.runner.guides import GuidedStep
 from engine.runner.step_rows import StepRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
+
+logger = logging.getLogger(__name__)
 
 # Sampling work that is captured: plain argmax, noise, and noise with truncation. Rarer needs run uncaptured.
 CAPTURED_FLAGS = (
@@ -75,6 +80,21 @@ class StepGraphs:
         self.num_graphs = 0
         self.num_replays = 0
 
+    def capture_rows(self, topology: TreeTopology, num_rows: range) -> None:
+        """Capture the steps of so many rows whose widest tree is `topology`."""
+        before, started = self.num_graphs, time.perf_counter()
+        # The largest first: the smaller ones find room in its memory.
+        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
+            self.capture(topology, bucket)
+        logger.info(
+            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
+            topology.name,
+            num_rows[0],
+            num_rows[-1],
+            self.num_graphs - before,
+            time.perf_counter() - started,
+        )
+
     @torch.inference_mode()
     def capture(self, topology: TreeTopology, num_rows: int) -> None:
         """Capture the steps of up to `num_rows` rows, of which `topology` is the widest tree. Nothing is
@@ -95,12 +115,18 @@ class StepGraphs:
         self._sets[bucket, shape] = _StepSet(tree, topologies, rows, drafts, target, commits)
 
     def replay(
-        self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags
+        self,
+        slots: Sequence[int],
+        topologies: Sequence[TreeTopology],
+        num_pending: int,
+        flags: SamplingFlags,
+        guide: GuidedStep | None = None,
     ) -> Tensor | None:
         """Enqueue one step and return what `DecodeStep.commit` does, for these rows; None where nothing that
         was captured fits.
 
-        `num_pending` bounds the positions of any row whose draft K/V is missing.
+        `num_pending` bounds the positions of any row whose draft K/V is missing. `guide` masks the target's
+        logits; captured drafts are not masked, since the host would wait for every level.
         """
         found = self._find(len(slots), topologies)
         if found is None or flags not in found.commits:
@@ -111,7 +137,11 @@ class StepGraphs:
         self._slots[:bucket].copy_(upload(padded, torch.int64, self._device))
         width = next((width for width in found.drafts if width >= num_pending), self._window)
         found.drafts[width if found.tree.depth else 1].graph.replay()
+        if guide is not None:
+            guide.read(found.rows.draft.token_ids)
         found.target.graph.replay()
+        if guide is not None:
+            guide.mask_target(found.target.output.logits)
         self.num_replays += 1
         commit = found.commits[flags]
         commit.graph.replay()

@@ -4,9 +4,7 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import functools
-import logging
 import operator
-import time
 from dataclasses import dataclass
 
 import torch
@@ -17,18 +15,18 @@ from engine.batch import Admission, StepPlan
 from engine.config import DraftMode
 from engine.draft.drafter import Drafter, TreeDrafter
 from engine.errors import AdmissionError
+from engine.grammar.backend import OpenBackend, no_backend
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
-from engine.runner.graphs import StepGraphs, row_bucket
+from engine.runner.graphs import StepGraphs
+from engine.runner.guides import GuidedStep, Guides
 from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_state import SlotOps, SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.tree.topology import TreeTopology
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,7 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
         verify: Verify = verify,
         slot_ops: SlotOps | None = None,
+        open_grammars: OpenBackend = no_backend,
     ) -> None:
         config = target.config
         weight = target.embed_tokens.weight
@@ -74,6 +73,7 @@ class ModelRunner:
             ops=slot_ops,
         )
         self._drafter = drafter
+        self.guides = Guides(open_grammars, config.vocab_size, self.device)
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
@@ -91,20 +91,8 @@ class ModelRunner:
         """Prepare steps of so many rows whose widest tree is `topology`, where this device and this attention
         backend can replay them.
         """
-        if self._graphs is None:
-            return
-        before, started = self._graphs.num_graphs, time.perf_counter()
-        # The largest first: the smaller ones find room in its memory.
-        for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
-            self._graphs.capture(topology, bucket)
-        logger.info(
-            "captured tree=%s rows=%d..%d graphs=%d seconds=%.1f",
-            topology.name,
-            num_rows[0],
-            num_rows[-1],
-            self._graphs.num_graphs - before,
-            time.perf_counter() - started,
-        )
+        if self._graphs is not None:
+            self._graphs.capture_rows(topology, num_rows)
 
     @property
     def page_pools(self) -> tuple[KVPool, ...]:
@@ -125,23 +113,26 @@ class ModelRunner:
             self._state.grow(plan.growths)
         nothing = torch.empty(0, dtype=torch.int64)
         is_chunk_finite = self._prefill_step.run(plan.chunks) if plan.chunks else nothing.bool()
-        answer = self._decode(plan) if plan.rows else nothing[:, None]
-        return StepHandle(plan.step_idx, answer, is_chunk_finite, timer)
+        guide = self.guides.open(plan.rows)
+        answer = self._decode(plan, guide) if plan.rows else nothing[:, None]
+        return StepHandle(plan.step_idx, answer, is_chunk_finite, timer, guide)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         try:
             self._state.admit(admissions, self._eos_token_ids)
+            self.guides.admit(admissions)
         except Exception:  # whatever it was, it is the fault of one request: find it
             for admission in admissions:
                 try:
                     self._state.admit((admission,), self._eos_token_ids)
+                    self.guides.admit((admission,))
                 except Exception as error:
                     raise AdmissionError(admission.slot) from error
         for admission in admissions:
             self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
             self._num_pending[admission.slot] = 1
 
-    def _decode(self, plan: StepPlan) -> Tensor:
+    def _decode(self, plan: StepPlan, guide: GuidedStep | None) -> Tensor:
         """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does."""
         slots = [row.slot for row in plan.rows]
         topologies = tuple(row.topology for row in plan.rows)
@@ -152,7 +143,7 @@ class ModelRunner:
             # A step of roots only does no draft work: its positions stay pending.
             self._num_pending[slot] = depth + 1 if depth else self._num_pending[slot] + 1
         if self._graphs is not None:
-            answer = self._graphs.replay(slots, topologies, num_pending, flags)
+            answer = self._graphs.replay(slots, topologies, num_pending, flags, guide)
             if answer is not None:
                 return answer
         batch = DecodeBatch(
@@ -163,9 +154,14 @@ class ModelRunner:
             num_read_blocks=self._num_blocks(plan.max_prefix_len),
             num_blocks=self._num_blocks(plan.max_prefix_len + depth + 1),
         )
-        rows = self._step.room(batch)
+        rows = self._step.room(batch, guide)
         self._step.draft(batch, rows)
-        return self._step.commit(batch, rows, self._step.run_target(batch, rows))
+        if guide is not None:
+            guide.read(rows.draft.token_ids)
+        output = self._step.run_target(batch, rows)
+        if guide is not None:
+            guide.mask_target(output.logits)
+        return self._step.commit(batch, rows, output)
 
     def _tree_tensors(self, topologies: tuple[TreeTopology, ...]) -> TreeTensors:
         """Return the node table of a step; the same topologies come back step after step."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import RowResult, StepResult
+from engine.runner.guides import GuidedStep
+from engine.runner.host_copy import to_host
 
 
 class StepTimer:
@@ -38,12 +40,23 @@ class StepTimer:
 
 class StepHandle:
     """The answer of one step on its way: rows [B, D + 2] int64 as `DecodeStep.commit` returns them, and
-    is_chunk_finite [C] bool of its chunks.
+    is_chunk_finite [C] bool of its chunks. `guide` has the rows that follow a grammar.
     """
 
-    def __init__(self, step_idx: int, rows: Tensor, is_chunk_finite: Tensor, timer: StepTimer) -> None:
+    def __init__(
+        self,
+        step_idx: int,
+        rows: Tensor,
+        is_chunk_finite: Tensor,
+        timer: StepTimer,
+        guide: GuidedStep | None = None,
+    ) -> None:
         self._step_idx = step_idx
-        self._rows, self._is_chunk_finite = _to_host(rows), _to_host(is_chunk_finite)
+        self._rows, self._is_chunk_finite = to_host(rows), to_host(is_chunk_finite)
+        self._reasons: dict[int, str] = {}
+        if guide is not None:
+            guide.note(self._rows)
+            self._reasons = guide.reasons()
         self._timer = timer
         timer.stop()
 
@@ -52,19 +65,14 @@ class StepHandle:
         seconds = self._timer.wait()
         answers: list[list[int]] = self._rows.tolist()
         rows = tuple(
-            RowResult(tuple([token for token in row[:-1] if token >= 0]), bool(row[-1])) for row in answers
+            RowResult(
+                tuple([token for token in row[:-1] if token >= 0]), bool(row[-1]), self._reasons.get(idx)
+            )
+            for idx, row in enumerate(answers)
         )
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
         return StepResult(self._step_idx, rows, seconds, failed)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Return a host copy that is whole once the step has ended; enqueuing it does not stall the stream."""
-    if not tensor.is_cuda:
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
 
 
 def _event() -> torch.cuda.Event:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.draft_guide import DraftGuide
 from engine.speculation import DraftOutput, TreeTensors
 
 NUM_INTEGERS = 3
@@ -30,7 +31,9 @@ class StepRows:
     draft: DraftOutput
 
     @staticmethod
-    def empty(tree: TreeTensors, num_blocks: int, probs_size: int | None) -> "StepRows":
+    def empty(
+        tree: TreeTensors, num_blocks: int, probs_size: int | None, guide: DraftGuide | None = None
+    ) -> "StepRows":
         """Return room for the rows of `tree`; with probabilities over `probs_size` tokens where given."""
         num_rows, num_nodes = tree.parents.shape
         device = tree.parents.device
@@ -51,6 +54,7 @@ class StepRows:
                 token_ids=room(num_rows, num_nodes),
                 probs=probs,
                 children=room(num_rows, num_nodes, tree.max_rank + 1),
+                guide=guide,
             ),
         )
 

@@ -8,7 +8,7 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 # Import floors of `engine`: a file imports from lower floors and from its own package only. Packages of one
 # floor do not see each other, but for chains: "a < b" lets b import a.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors < config < request < tree < batch < speculation",),
+    ("errors < config < guidance < request < tree < batch < draft_guide < speculation",),
     (
         "parallel",
         "kernels",
@@ -115,6 +115,7 @@ OPTIONAL_LIBRARIES: dict[str, tuple[str, ...]] = {
 # function that chose them.
 LIBRARY_MODULES = (
     "engine.kernels",
+    "engine.grammar.xgrammar_backend",
     "engine.layers.triton_ops",
     "engine.sampling.triton_verify",
     "engine.draft.triton_ops",

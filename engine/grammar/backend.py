@@ -1,0 +1,35 @@
+"""Opens the grammar library of this installation for one model.
+
+Which libraries exist is known here alone; all others hold a `GrammarBackend`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import RequestError
+from engine.grammar.matcher import GrammarBackend
+from engine.grammar.vocabulary import Vocabulary
+
+OpenBackend = Callable[[], GrammarBackend]
+
+
+def no_backend() -> GrammarBackend:
+    """Refuse: an engine without a model folder knows no tokens."""
+    raise RequestError("this engine has no tokenizer, so it cannot follow a grammar")
+
+
+def open_backend(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarBackend:
+    """Return the backend for the model of `folder`. Takes a second or two: libraries are imported.
+
+    Raises `RequestError` where no library is installed, or the model cannot end an answer, and
+    `ModelLoadError` for a tokenizer that is not understood.
+    """
+    try:
+        from engine.grammar.xgrammar_backend import XGrammarBackend
+    except ImportError as error:
+        raise RequestError(
+            "this server cannot follow a grammar: the library xgrammar is missing, install eyas[guided]"
+        ) from error
+    if not eos_token_ids:
+        raise RequestError("this model has no end-of-text token, so an answer could not end with its grammar")
+    return XGrammarBackend(Vocabulary.load(folder, vocab_size, eos_token_ids))
