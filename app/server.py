@@ -45,7 +45,7 @@ from app.tokenizer import Tokenizer
 from app.tool_formats import OPEN_TAG, make_parser
 from app.tool_stream import with_calls
 from app.version import version
-from engine import AsyncEngine, CapacityError, Request
+from engine import AsyncEngine, CapacityError, GrammarCompiler, Request, RequestError
 
 Steps = AsyncGenerator[list[ChoiceDelta], None]
 
@@ -75,8 +75,10 @@ class LLMServer:
         limits: Limits,
         replica: str = "local",
         clock: Callable[[], float] = time.monotonic,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self._engine = engine
+        self._compiler = compiler
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
         self._tool_format = template.tool_format
@@ -102,7 +104,11 @@ class LLMServer:
         template = ChatTemplate(engine_config.model)
         engine = await AsyncEngine.start(engine_config)
         limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
-        return LLMServer(engine, tokenizer, template, config.name, limits, replica)
+        facts = engine.facts
+        compiler = GrammarCompiler(
+            engine_config.model, facts.vocab_size, facts.eos_token_ids, facts.model_digest
+        )
+        return LLMServer(engine, tokenizer, template, config.name, limits, replica, compiler=compiler)
 
     def card(self) -> ModelCard:
         return ModelCard(self._name, self._created, self._engine.facts.max_model_len)
@@ -123,6 +129,8 @@ class LLMServer:
         )
 
     async def shutdown(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
         await self._engine.shutdown()
 
     async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
@@ -155,8 +163,8 @@ class LLMServer:
         self, call: Call, call_id: str, ending: Ending
     ) -> AsyncGenerator[bytes | Reply, None]:
         form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
-        options = call.options
-        self._check_model(options.model)
+        self._check_model(call.options.model)
+        options = await self._compiled(call.options)
         num_prompts = 1 if isinstance(call, ChatCall) else len(call.prompts)
         check_num_requests(num_prompts, options.num_choices, form.prompt_field, self._limits)
         prompts = await self._encode(call)
@@ -191,8 +199,18 @@ class LLMServer:
         if self._has_special_tags:
             options = dataclasses.replace(options, skips_special_tokens=False)  # else no call is seen
         names = frozenset(tool.name for tool in call.shape.tools)
-        parser = partial(make_parser, self._tool_format, names)
+        parser = partial(make_parser, "llama3" if call.is_call_forced else self._tool_format, names)
         return with_calls(self._plain_steps(options, requests), parser, call.is_one_call)
+
+    async def _compiled(self, options: CallOptions) -> CallOptions:
+        """Return the options with their grammar compiled, where they have one."""
+        grammar = options.sampling.grammar
+        if grammar is None:
+            return options
+        if self._compiler is None:
+            raise RequestError("this server cannot follow a grammar", grammar.parameter)
+        compiled = await self._compiler.compile(grammar)
+        return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, grammar=compiled))
 
     def _plain_steps(self, options: CallOptions, requests: Sequence[Request]) -> Steps:
         if options.max_tokens == 0:

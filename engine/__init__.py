@@ -19,6 +19,8 @@ from engine.errors import (
     StepError,
     TrainingError,
 )
+from engine.grammar.compiler import GrammarCompiler
+from engine.guidance import Grammar
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
@@ -46,6 +48,8 @@ __all__ = [
     "EngineStats",
     "EyasError",
     "FinishReason",
+    "Grammar",
+    "GrammarCompiler",
     "IncrementalDetokenizer",
     "MachineRates",
     "MeasuredProfile",

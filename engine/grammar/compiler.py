@@ -3,10 +3,10 @@
 What a grammar means is left to the backend in that process.
 """
 
+import asyncio
 import socket
 import subprocess
 import sys
-import threading
 from collections import OrderedDict
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -50,7 +50,7 @@ class CompileCache:
 class GrammarCompiler:
     """A process for one model, started with its first grammar and again after one that broke it.
 
-    One grammar is compiled at a time. Every method may be called from any thread, and waits.
+    One grammar is compiled at a time. It belongs to one event loop, and never holds it up.
     """
 
     def __init__(
@@ -64,25 +64,39 @@ class GrammarCompiler:
         self._model = CompileFor(folder, vocab_size, eos_token_ids)
         self._digest = digest
         self._compile_seconds = compile_seconds
-        self._lock = threading.Lock()
+        self._turn = asyncio.Lock()
         self._cache = CompileCache(MAX_CACHE_BYTES)
+        self._tasks: dict[Grammar, asyncio.Task[bytes]] = {}
         self._worker: _Worker | None = None
 
-    def compile(self, grammar: Grammar) -> Grammar:
+    async def compile(self, grammar: Grammar) -> Grammar:
         """Return `grammar` compiled. Raises `RequestError` with the reason for one that is malformed, takes
         too long or grows too large, or where no library is installed.
         """
-        with self._lock:
-            compiled = self._cache.get(grammar, self._digest)
-            if compiled is None:
-                compiled = self._compile(grammar)
-                self._cache.put(grammar, self._digest, compiled)
+        compiled = self._cache.get(grammar, self._digest)
+        if compiled is None:
+            if grammar not in self._tasks:
+                task = asyncio.create_task(self._compile_in_turn(grammar))
+                task.add_done_callback(_note_error)
+                self._tasks[grammar] = task
+            # A caller that leaves must not stop it: the process has one conversation, and others may wait.
+            compiled = await asyncio.shield(self._tasks[grammar])
         return replace(grammar, compiled=compiled)
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
-        with self._lock:
-            self._stop()
+        for task in self._tasks.values():
+            task.cancel()
+        self._stop()
+
+    async def _compile_in_turn(self, grammar: Grammar) -> bytes:
+        try:
+            async with self._turn:
+                compiled = await asyncio.to_thread(self._compile, grammar)
+            self._cache.put(grammar, self._digest, compiled)
+            return compiled
+        finally:
+            del self._tasks[grammar]
 
     def _compile(self, grammar: Grammar) -> bytes:
         if self._worker is None:
@@ -153,9 +167,15 @@ class _Worker:
         return answer
 
     def stop(self) -> None:
-        self._connection.close()
         self._process.kill()
         self._process.wait()
+        self._connection.close()
+
+
+def _note_error(task: asyncio.Task[bytes]) -> None:
+    """Count the error of a compilation as seen: those who wait for it have it, and they may have left."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _spawn(its_end: socket.socket) -> subprocess.Popen[bytes]:
