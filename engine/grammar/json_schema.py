@@ -22,6 +22,7 @@ _NOTES = (
     *("$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default"),
     *("examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
 )
+_RANGES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties")
@@ -106,8 +107,8 @@ def _check_alone(schema: dict[str, Any], place: str) -> None:
 def _check_values(schema: dict[str, Any], place: str) -> None:
     if schema.get("uniqueItems"):
         raise _Unkept(f"{place} has 'uniqueItems', which a grammar cannot express")
-    if "multipleOf" in schema and schema.get("type") != "integer":
-        raise _Unkept(f"{place} has 'multipleOf', which only integers can keep")
+    if "multipleOf" in schema and (schema.get("type") != "integer" or not schema.keys().isdisjoint(_RANGES)):
+        raise _Unkept(f"{place} has 'multipleOf', which only integers without a range can keep")
     if "pattern" in schema:
         _check_pattern(schema, place)
     names = _of(dict, schema, "properties", place)

@@ -28,6 +28,7 @@ REFUSED = [
     ({"items": {"contains": {}}}, "#/items has 'contains'"),
     ({"anyOf": [{}, {"type": "array", "uniqueItems": True}]}, "#/anyOf/1 has 'uniqueItems'"),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 0}, "multipleOf"),
     ({"type": "string", "pattern": "a", "minLength": 2}, "beside a length"),
     ({"type": "string", "pattern": "(?=a)b"}, "groups"),
     ({"type": "string", "pattern": 5}, "groups"),

@@ -21,9 +21,7 @@ def walk(matcher: AutomatonMatcher, topology: TreeTopology, drafts: list[int]) -
     bits = TokenBits(VOCAB, CPU)
     found = TreeWalk(matcher, topology, mask_width(VOCAB))
     masks = {
-        node: mask
-        for depth in range(topology.depth + 2)
-        for node, mask in found.level(depth, drafts).items()
+        node: mask for depth in range(topology.depth + 2) for node, mask in found.level(depth, drafts).items()
     }
     return {
         node: set(bits.unpack(mask[None])[0].nonzero().flatten().tolist()) for node, mask in masks.items()

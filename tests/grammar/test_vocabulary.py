@@ -47,7 +47,9 @@ def test_a_token_added_by_hand_stands_for_its_text(tmp_path):
     assert vocabulary.digest != digest
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"vocab": {"世": 0}}, "decoder": null}', None])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"model": {"vocab": {"世": 0}}, "decoder": null}', None]
+)
 def test_a_file_that_is_not_understood_is_a_load_error(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
