@@ -4,6 +4,7 @@ Which tokens those are is left to `matcher`.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from torch import Tensor
 def mask_width(vocab_size: int) -> int:
     """Return the number of 32-bit words that hold a bit for every token."""
     return -(-vocab_size // 32)
+
+
+def pack(token_ids: Iterable[int], vocab_size: int) -> Tensor:
+    """Return a mask [W] int32 with the bits of `token_ids`."""
+    words = [0] * mask_width(vocab_size)
+    for token_id in token_ids:
+        words[token_id // 32] |= 1 << token_id % 32
+    return torch.tensor([word - (1 << 32) if word >> 31 else word for word in words], dtype=torch.int32)
 
 
 class TokenBits:

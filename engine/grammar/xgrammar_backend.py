@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.errors import RequestError
 from engine.grammar.json_schema import check_schema
 from engine.grammar.matcher import CompiledGrammar, Matcher
+from engine.grammar.token_mask import pack
 from engine.grammar.vocabulary import Vocabulary
 from engine.guidance import Grammar
 
@@ -20,6 +21,15 @@ _SEPARATORS = (", ", ": ")
 _JSON_KINDS = ("json", "json_schema")
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 _MAX_CHOICES = 10_000
+
+
+# After these first bytes of a character UTF-8 allows fewer second bytes than the library does.
+_SECOND_BYTES = {
+    0xE0: range(0xA0, 0xC0),
+    0xED: range(0x80, 0xA0),
+    0xF0: range(0x90, 0xC0),
+    0xF4: range(0x80, 0x90),
+}
 
 
 class XGrammarBackend:
@@ -32,6 +42,7 @@ class XGrammarBackend:
             for is_json in (False, True)
         }
         self._digest = vocabulary.digest
+        self._characters = _Characters(vocabulary)
 
     def compile(self, grammar: Grammar) -> bytes:
         """See `GrammarBackend`."""
@@ -53,20 +64,37 @@ class XGrammarBackend:
         facts = json.loads(head)
         assert facts["digest"] == self._digest, "a grammar compiled for another tokenizer"
         info = self._infos[facts["is_json"]]
-        return _Compiled(xgrammar.CompiledGrammar.deserialize_json(body.decode(), info))
+        return _Compiled(xgrammar.CompiledGrammar.deserialize_json(body.decode(), info), self._characters)
+
+
+class _Characters:
+    """What keeps answers in UTF-8. `after` maps a first byte of a character to the mask of the tokens that
+    may follow; `last_bytes` holds the byte that each token ends with, -1 where it has none.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = vocabulary.tokens
+        self.last_bytes = [token[-1] if token else -1 for token in tokens]
+        self.after = {
+            first: pack(
+                (idx for idx, token in enumerate(tokens) if token and token[0] in second), len(tokens)
+            )
+            for first, second in _SECOND_BYTES.items()
+        }
 
 
 class _Compiled:
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
-        self._compiled = compiled
+    def __init__(self, compiled: xgrammar.CompiledGrammar, characters: _Characters) -> None:
+        self._compiled, self._characters = compiled, characters
 
     def matcher(self) -> Matcher:
-        return _Matcher(xgrammar.GrammarMatcher(self._compiled))
+        return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._characters)
 
 
 class _Matcher:
-    def __init__(self, inner: xgrammar.GrammarMatcher) -> None:
-        self._inner = inner
+    def __init__(self, inner: xgrammar.GrammarMatcher, characters: _Characters) -> None:
+        self._inner, self._characters = inner, characters
+        self._last_bytes = [-1]
 
     @property
     def is_finished(self) -> bool:
@@ -75,12 +103,19 @@ class _Matcher:
     def fill(self, mask: Tensor) -> None:
         # The answer False says that all is allowed, and that the mask says so too.
         self._inner.fill_next_token_bitmask(mask[None])
+        within = self._characters.after.get(self._last_bytes[-1])
+        if within is not None:
+            mask &= within
 
     def advance(self, token_id: int) -> bool:
-        return bool(self._inner.accept_token(token_id))
+        is_taken = bool(self._inner.accept_token(token_id))
+        if is_taken:
+            self._last_bytes.append(self._characters.last_bytes[token_id])
+        return is_taken
 
     def rollback(self, num_tokens: int) -> None:
         self._inner.rollback(num_tokens)
+        del self._last_bytes[len(self._last_bytes) - num_tokens :]
 
 
 def _tokenizer_info(vocabulary: Vocabulary, without_controls: bool) -> xgrammar.TokenizerInfo:

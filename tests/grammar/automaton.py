@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.grammar.token_mask import pack
 from engine.guidance import Grammar
 
 END = -1  # the state behind the end of the text
@@ -53,11 +54,7 @@ class AutomatonMatcher:
         return self.states[-1] == END
 
     def fill(self, mask: Tensor) -> None:
-        words = [0] * len(mask)
-        for token in self.table[self.states[-1]]:
-            words[token // 32] |= 1 << token % 32
-        for idx, word in enumerate(words):
-            mask[idx] = word - (1 << 32) if word >> 31 else word
+        mask.copy_(pack(self.table[self.states[-1]], 32 * len(mask)))
 
     def advance(self, token_id: int) -> bool:
         state = self.table[self.states[-1]].get(token_id)

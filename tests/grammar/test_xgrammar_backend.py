@@ -21,7 +21,6 @@ from tests.app.harness import write_model
 pytest.importorskip("xgrammar")
 
 VOCAB, EOS = 258, 1
-SURROGATES = b"\xed"  # the first byte of their three
 BITS = TokenBits(VOCAB, torch.device("cpu"))
 SCHEMAS = {
     "nested": {
@@ -115,8 +114,7 @@ def answers(backend, texts, grammar: Grammar, num: int, seed: int = 0):
     for _ in range(num):
         matcher, answer = compiled.matcher(), b""
         while len(answer) < 200:
-            # The library takes surrogates for characters, which are none in UTF-8: keep away from them.
-            legal = [token for token in allowed(matcher) if texts[token] != SURROGATES]
+            legal = allowed(matcher)
             token = EOS if EOS in legal and rng.random() < 0.3 else rng.choice(legal)
             assert matcher.advance(token)
             if matcher.is_finished:
@@ -128,7 +126,7 @@ def answers(backend, texts, grammar: Grammar, num: int, seed: int = 0):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_answer_to_a_schema_parses_and_validates(backend, texts, name):
     grammar = Grammar("json_schema", json.dumps(SCHEMAS[name]))
-    found = [*answers(backend, texts, grammar, 60)]
+    found = [*answers(backend, texts, grammar, 200)]
     assert len(found) >= 5
     for answer in found:
         jsonschema.validate(json.loads(answer), SCHEMAS[name])
