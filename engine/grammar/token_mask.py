@@ -34,7 +34,9 @@ class TokenBits:
 
     def unpack(self, masks: Tensor) -> Tensor:
         """Return [P, V] bool, True where masks [P, W] int32 have the token's bit."""
-        bytes_ = masks.to(self._table.device, non_blocking=True).contiguous().view(torch.uint8)
+        if self._table.is_cuda:
+            masks = masks.pin_memory()  # only then is the copy behind the target's pass, and not after it
+        bytes_ = masks.to(self._table.device, non_blocking=True).view(torch.uint8)
         return self._table[bytes_.int()].flatten(1)[:, : self._vocab_size]
 
 

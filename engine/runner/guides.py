@@ -21,6 +21,7 @@ from engine.grammar.tree_walk import TreeWalk
 from engine.guidance import Grammar
 from engine.request import SamplingParams
 from engine.runner.host_copy import HostCopy
+from engine.speculation import upload
 from engine.tree.topology import TreeTopology
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class GuidedStep:
         is_allowed = self._bits.unpack(torch.stack([*found.values()]))[:, target_ids]
         # Where no draft token is allowed any will do: none of them is accepted.
         is_allowed |= ~is_allowed.any(1, keepdim=True)
-        forbid(logits, torch.tensor([*found], device=logits.device), is_allowed)
+        forbid(logits, upload([*found], torch.int64, logits.device), is_allowed)
 
     def read(self, token_ids: Tensor) -> None:
         """Begin to copy the drafts [B, N] to the host, behind all that was enqueued before."""
@@ -167,7 +168,7 @@ class GuidedStep:
             return
         places = [idx * logits.shape[1] + node for idx, node in self._masks]
         is_allowed = self._bits.unpack(torch.stack([*self._masks.values()]))
-        forbid(logits.flatten(0, 1), torch.tensor(places, device=logits.device), is_allowed)
+        forbid(logits.flatten(0, 1), upload(places, torch.int64, logits.device), is_allowed)
 
     def note(self, answer: Tensor) -> None:
         """Let the rows read what they emit from `answer` [B, D + 2], whose copy to the host is enqueued."""
