@@ -8,6 +8,7 @@ from engine.batch import SequenceDelta
 from engine.config import EngineConfig, SpeculationConfig
 from engine.detokenizer import IncrementalDetokenizer
 from engine.engine import Engine
+from engine.environment import enter_core_environment
 from engine.errors import (
     CapacityError,
     ConfigError,
@@ -69,6 +70,7 @@ __all__ = [
     "TrainingError",
     "WorkPart",
     "chain",
+    "enter_core_environment",
     "predict_bytes",
     "pull",
     "resolve_model",
