@@ -4,11 +4,10 @@ Which libraries exist is known here alone; all others hold a `GrammarBackend`.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 from engine.errors import RequestError
 from engine.grammar.matcher import GrammarBackend
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.vocabulary import ModelTokens, Vocabulary
 
 OpenBackend = Callable[[], GrammarBackend]
 
@@ -18,8 +17,8 @@ def no_backend() -> GrammarBackend:
     raise RequestError("this engine has no tokenizer, so it cannot follow a grammar")
 
 
-def open_backend(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarBackend:
-    """Return the backend for the model of `folder`. Takes a second or two: libraries are imported.
+def open_backend(model: ModelTokens) -> GrammarBackend:
+    """Return the backend for the tokens of `model`. Takes a second or two: libraries are imported.
 
     Raises `RequestError` where no library is installed, or the model cannot end an answer, and
     `ModelLoadError` for a tokenizer that is not understood.
@@ -30,6 +29,6 @@ def open_backend(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) 
         raise RequestError(
             "this server cannot follow a grammar: the library xgrammar is missing, install eyas[guided]"
         ) from error
-    if not eos_token_ids:
+    if not model.eos_token_ids:
         raise RequestError("this model has no end-of-text token, so an answer could not end with its grammar")
-    return XGrammarBackend(Vocabulary.load(folder, vocab_size, eos_token_ids))
+    return XGrammarBackend(Vocabulary.load(model))

@@ -6,33 +6,26 @@ FD`, where FD is an inherited socket.
 
 import resource
 import sys
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from engine.errors import EyasError
 from engine.grammar.backend import open_backend
+from engine.grammar.vocabulary import ModelTokens
 from engine.guidance import Grammar
 
+MAX_CPU_SECONDS = 30  # for one grammar, where nobody is left to end the process
 MAX_MEMORY_BYTES = 2 << 30  # beyond what the process needs before its first grammar
 
 
-@dataclass(frozen=True, slots=True)
-class CompileFor:
-    """First message: the model whose tokens grammars are made of. Answered by None or an error."""
-
-    folder: Path
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-
 def main(fd: int) -> int:
-    """Open the library, then answer each grammar with its bytes or an error, until the socket closes."""
+    """Open the library for the model that the first message names, answered by None or an error; then answer
+    each grammar with its bytes or an error, until the socket closes."""
     connection = Connection(fd)
     try:
-        model: CompileFor = connection.recv()
+        model: ModelTokens = connection.recv()
         try:
-            backend = open_backend(model.folder, model.vocab_size, model.eos_token_ids)
+            backend = open_backend(model)
         except EyasError as error:
             connection.send(error)
             return 1
@@ -40,6 +33,7 @@ def main(fd: int) -> int:
         connection.send(None)
         while True:
             grammar: Grammar = connection.recv()
+            _limit_time(MAX_CPU_SECONDS)
             try:
                 answer: bytes | EyasError = backend.compile(grammar)
             except EyasError as error:
@@ -54,6 +48,13 @@ def _limit_memory(num_bytes: int) -> None:
     page = resource.getpagesize()
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * page
     resource.setrlimit(resource.RLIMIT_AS, (in_use + num_bytes, resource.RLIM_INFINITY))
+
+
+def _limit_time(seconds: int) -> None:
+    """Let the process compute for so many seconds more."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":

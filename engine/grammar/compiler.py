@@ -14,12 +14,12 @@ from pathlib import Path
 
 from engine.environment import core_environment
 from engine.errors import EyasError, ModelLoadError, RequestError
-from engine.grammar.compile_worker import CompileFor
+from engine.grammar.vocabulary import ModelTokens
 from engine.guidance import Grammar
 
 START_SECONDS = 60.0  # importing the library, on a busy machine
-COMPILE_SECONDS = 5.0
-MAX_COMPILED_BYTES = 32 << 20
+COMPILE_SECONDS = 10.0
+MAX_COMPILED_BYTES = 8 << 20  # loading it in the core holds up a step for a few hundred milliseconds
 MAX_CACHE_BYTES = 128 << 20
 
 
@@ -61,7 +61,8 @@ class GrammarCompiler:
         digest: str,
         compile_seconds: float = COMPILE_SECONDS,
     ) -> None:
-        self._model = CompileFor(folder, vocab_size, eos_token_ids)
+        """`digest` names the model's tokens."""
+        self._model = ModelTokens(folder, vocab_size, eos_token_ids)
         self._digest = digest
         self._compile_seconds = compile_seconds
         self._turn = asyncio.Lock()
@@ -135,7 +136,7 @@ class GrammarCompiler:
 class _Worker:
     """One process that is ready to compile."""
 
-    def __init__(self, model: CompileFor) -> None:
+    def __init__(self, model: ModelTokens) -> None:
         """Raises what stopped it."""
         ours, theirs = socket.socketpair()
         self._process = _spawn(theirs)

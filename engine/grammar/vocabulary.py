@@ -15,6 +15,15 @@ _SPACE = "\u2581"  # SentencePiece's sign for a space
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTokens:
+    """Which model a vocabulary is of."""
+
+    folder: Path
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Token t has the bytes `tokens[t]`; those of special and of unused tokens are empty, since no text of an
     answer may hold them. `digest` names the file.
@@ -25,9 +34,9 @@ class Vocabulary:
     digest: str
 
     @staticmethod
-    def load(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
+    def load(model: ModelTokens) -> "Vocabulary":
         """Read `tokenizer.json` of a model folder. Raises `ModelLoadError` for one that is not understood."""
-        path = folder / "tokenizer.json"
+        path, vocab_size = model.folder / "tokenizer.json", model.vocab_size
         try:
             content = path.read_bytes()
             file: dict[str, Any] = json.loads(content)
@@ -43,7 +52,7 @@ class Vocabulary:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelLoadError(f"{path} must be the file of a byte-level or byte-fallback BPE") from error
         digest = hashlib.sha256(content).hexdigest()[:16]
-        return Vocabulary(tuple(tokens), eos_token_ids, digest)
+        return Vocabulary(tuple(tokens), model.eos_token_ids, digest)
 
 
 def _is_byte_level(file: dict[str, Any]) -> bool:

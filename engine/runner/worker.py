@@ -18,6 +18,7 @@ from engine.draft.network import DraftNetwork
 from engine.draft.ops import DraftOps, TorchDraftOps
 from engine.errors import ConfigError
 from engine.grammar.backend import open_backend
+from engine.grammar.vocabulary import ModelTokens
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
 from engine.layers.linear import can_pack
@@ -116,8 +117,8 @@ def wire_worker(
     )
     backend = create_backend(config.attention_backend, device)
     drafter = None if head is None else create_drafter(head, backend, shape)
-    open_grammars = partial(open_backend, Path(origin.model_folder), model.vocab_size, model.eos_token_ids)
-    parts = (verify or choose_verify(device), choose_slot_ops(device), open_grammars)
+    tokens = ModelTokens(Path(origin.model_folder), model.vocab_size, model.eos_token_ids)
+    parts = (verify or choose_verify(device), choose_slot_ops(device), partial(open_backend, tokens))
     runner = ModelRunner(target, drafter, backend, shape, model.eos_token_ids, *parts)
     return Worker(
         runner=runner,

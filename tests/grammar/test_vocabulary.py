@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 
 from engine.errors import ModelLoadError
-from engine.grammar.vocabulary import Vocabulary, byte_fallback_bytes, byte_level_bytes
+from engine.grammar.vocabulary import ModelTokens, Vocabulary, byte_fallback_bytes, byte_level_bytes
 from tests.app.harness import write_model
 
 
@@ -29,20 +29,20 @@ def test_pieces_with_byte_fallback(piece, expected):
 
 def test_special_and_unused_tokens_have_no_bytes(tmp_path):
     write_model(tmp_path)
-    vocabulary = Vocabulary.load(tmp_path, 260, (1,))
+    vocabulary = Vocabulary.load(ModelTokens(tmp_path, 260, (1,)))
     assert vocabulary.tokens[:2] == vocabulary.tokens[258:] == (b"", b"")
     assert sorted(vocabulary.tokens[2:258]) == [bytes([byte]) for byte in range(256)]
-    assert len(Vocabulary.load(tmp_path, 100, (1,)).tokens) == 100
+    assert len(Vocabulary.load(ModelTokens(tmp_path, 100, (1,))).tokens) == 100
 
 
 def test_a_token_added_by_hand_stands_for_its_text(tmp_path):
     write_model(tmp_path)
     path = tmp_path / "tokenizer.json"
     file = json.loads(path.read_text())
-    digest = Vocabulary.load(tmp_path, 260, (1,)).digest
+    digest = Vocabulary.load(ModelTokens(tmp_path, 260, (1,))).digest
     file["added_tokens"].append({"id": 258, "content": "<tool call>", "special": False})
     path.write_text(json.dumps(file))
-    vocabulary = Vocabulary.load(tmp_path, 260, (1,))
+    vocabulary = Vocabulary.load(ModelTokens(tmp_path, 260, (1,)))
     assert vocabulary.tokens[258] == b"<tool call>"
     assert vocabulary.digest != digest
 
@@ -55,7 +55,7 @@ def test_a_file_that_is_not_understood_is_a_load_error(tmp_path, content):
         (tmp_path / "tokenizer.json").write_text(content)
     is_understood = content is not None and "世" in content  # no decoder: its pieces are texts
     if is_understood:
-        assert Vocabulary.load(tmp_path, 1, (0,)).tokens == ("世".encode(),)
+        assert Vocabulary.load(ModelTokens(tmp_path, 1, (0,))).tokens == ("世".encode(),)
     else:
         with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
-            Vocabulary.load(tmp_path, 1, (0,))
+            Vocabulary.load(ModelTokens(tmp_path, 1, (0,)))

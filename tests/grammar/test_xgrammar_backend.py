@@ -15,6 +15,7 @@ import torch
 from engine.errors import RequestError
 from engine.grammar.backend import open_backend
 from engine.grammar.token_mask import TokenBits, mask_width
+from engine.grammar.vocabulary import ModelTokens, Vocabulary
 from engine.guidance import MAX_GRAMMAR_BYTES, Grammar
 from tests.app.harness import write_model
 
@@ -88,17 +89,15 @@ REGEXES = ["[a-z]+@[a-z]+\\.(com|org)", "(yes|no){2}", "\\d{3}-\\d{4}", "a?b*c+"
 def backend(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
-    return open_backend(folder, VOCAB, (EOS,))
+    return open_backend(ModelTokens(folder, VOCAB, (EOS,)))
 
 
 @pytest.fixture(scope="module")
 def texts(backend, tmp_path_factory):
     """Return the bytes of each token: the tokenizer of the tests has one for every byte."""
-    from engine.grammar.vocabulary import Vocabulary
-
     folder = tmp_path_factory.mktemp("texts")
     write_model(folder)
-    return Vocabulary.load(folder, VOCAB, (EOS,)).tokens
+    return Vocabulary.load(ModelTokens(folder, VOCAB, (EOS,))).tokens
 
 
 def allowed(matcher) -> list[int]:
@@ -230,4 +229,4 @@ def test_a_grammar_is_bounded_in_size():
 def test_a_model_that_cannot_end_an_answer_is_refused(tmp_path):
     write_model(tmp_path)
     with pytest.raises(RequestError, match="end-of-text"):
-        open_backend(tmp_path, VOCAB, ())
+        open_backend(ModelTokens(tmp_path, VOCAB, ()))
