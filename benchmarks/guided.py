@@ -1,9 +1,10 @@
 """JSON schemas through the engine: what share ends, parses and validates, and whether speculation still pays.
 
-    python benchmarks/guided.py --model smollm2 --requests 300 --out guided.json
+    python benchmarks/guided.py --model smollm2 --requests 300 --dtype float32 --repeats 1   # the same output
+    python benchmarks/guided.py --model smollm2 --requests 300                               # the speed
 
-Every request runs with and without speculation, in batches of --streams; the two must say the same (float32).
-Both run with the grammar, so the ratio is that of guided decoding alone. Half are greedy, half sampled.
+Every request runs with and without speculation, in batches of --streams; in float32 the two must say the
+same. Both follow the grammar, so the ratio is that of guided decoding alone. Half are greedy, half sampled.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 
@@ -23,6 +24,7 @@ from app.chat import ChatTemplate
 from app.drafts import AUTO_DRAFT, draft_folder
 from app.tokenizer import Tokenizer
 from engine import Engine, EngineConfig, Grammar, Request, SamplingParams, resolve_model
+from engine.config import DTypeName
 
 Schema = dict[str, Any]
 REPEATS = 3  # sides alternate, and each side's best time counts
@@ -196,7 +198,8 @@ def judge(cases: list[Case], found: Run, tokenizer: Tokenizer) -> dict[str, int]
     """Count the answers that ended by themselves, and those of them that parse and validate."""
     counts = collections.Counter(dict.fromkeys(("ended", "parsed", "validated"), 0))
     for case in cases:
-        if found.ends[case.request.request_id] != "stop":
+        if (end := found.ends[case.request.request_id]) != "stop":
+            print("not ended", case.request.request_id, end)
             continue
         counts["ended"] += 1
         try:
@@ -209,9 +212,11 @@ def judge(cases: list[Case], found: Run, tokenizer: Tokenizer) -> dict[str, int]
     return dict(counts)
 
 
-def measure(model: str, mode: str, num: int, num_streams: int, repeats: int) -> dict[str, Any]:
+def measure(
+    model: str, dtype: DTypeName, mode: str, num: int, num_streams: int, repeats: int
+) -> dict[str, Any]:
     folder = resolve_model(model)
-    engine = Engine.load(EngineConfig(model=folder, draft=draft_folder(model, AUTO_DRAFT), dtype="float32"))
+    engine = Engine.load(EngineConfig(model=folder, draft=draft_folder(model, AUTO_DRAFT), dtype=dtype))
     cases = make_cases(folder, num)
     run(engine, cases[: len(TASKS)], mode, num_streams)  # compiles the grammars
     best: dict[str, Run] = {}
@@ -243,13 +248,14 @@ def measure(model: str, mode: str, num: int, num_streams: int, repeats: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", choices=get_args(DTypeName), default="auto")
     parser.add_argument("--mode", default="auto", help="a tree, or auto: the table of the device")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = measure(args.model, args.mode, args.requests, args.streams, args.repeats)
+    result = measure(args.model, args.dtype, args.mode, args.requests, args.streams, args.repeats)
     for name, value in result.items():
         print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
     if args.out is not None:
