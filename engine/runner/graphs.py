@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.batch import DUMMY_SLOT
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
 from engine.runner.guides import GuidedStep
-from engine.runner.step_rows import StepRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
+from engine.step_rows import StepRows
 from engine.tree.topology import TreeTopology
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from engine.grammar.token_mask import TokenBits, forbid, mask_width
 from engine.grammar.tree_walk import TreeWalk
 from engine.guidance import Grammar
 from engine.request import SamplingParams
-from engine.runner.host_copy import HostCopy
+from engine.runner.host_copy import HostCopy, read_answer
 from engine.speculation import upload
 from engine.tree.topology import TreeTopology
 
@@ -107,11 +107,11 @@ class GuidedRow:
         if self._unseen is not None:
             answer, row_idx = self._unseen
             self._unseen = None
-            emitted: list[int] = answer[row_idx].tolist()
-            if not emitted.pop():
+            result = read_answer(answer[row_idx].tolist())
+            if not result.is_finite:
                 self.is_broken = True  # and the host will hear of it
                 return
-            self._take([token_id for token_id in emitted if token_id >= 0])
+            self._take(result.token_ids)
         if root != self._root:
             raise StepError(f"the device stands at token {root}, the grammar at {self._root}")
 
@@ -171,7 +171,7 @@ class GuidedStep:
         forbid(logits.flatten(0, 1), upload(places, torch.int64, logits.device), is_allowed)
 
     def note(self, answer: Tensor) -> None:
-        """Let the rows read what they emit from `answer` [B, D + 2], whose copy to the host is enqueued."""
+        """Let the rows read what they emit from `answer` [B, 2 D + 5], whose copy to the host is enqueued."""
         for idx, (row, _) in self._rows.items():
             row.note(answer, idx)
 

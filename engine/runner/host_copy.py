@@ -5,6 +5,8 @@ callers.
 import torch
 from torch import Tensor
 
+from engine.batch import RowResult
+
 
 def to_host(tensor: Tensor) -> Tensor:
     """Return a host copy that is whole once the step has ended; enqueuing it does not stall the stream."""
@@ -29,3 +31,12 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
+
+
+def read_answer(row: list[int], reason: str | None = None) -> RowResult:
+    """Return one row of the answer of `CommittedRows`; `reason` is why it may have failed."""
+    width = (len(row) - 3) // 2  # D + 1
+    token_ids = tuple([token for token in row[:width] if token >= 0])
+    path = tuple(row[width + 1 : width + len(token_ids)])
+    next_rank = None if row[-3] < 0 else row[-3]
+    return RowResult(token_ids, bool(row[-1]), path, next_rank, num_ranks=row[-2], reason=reason)

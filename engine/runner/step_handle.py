@@ -8,9 +8,9 @@ import time
 import torch
 from torch import Tensor
 
-from engine.batch import RowResult, StepResult
+from engine.batch import StepResult
 from engine.runner.guides import GuidedStep
-from engine.runner.host_copy import to_host
+from engine.runner.host_copy import read_answer, to_host
 
 
 class StepTimer:
@@ -39,7 +39,7 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step on its way: rows [B, D + 2] int64 as `DecodeStep.commit` returns them, and
+    """The answer of one step on its way: rows [B, 2 D + 5] int64 as `CommittedRows` has them, and
     is_chunk_finite [C] bool of its chunks. `guide` has the rows that follow a grammar.
     """
 
@@ -64,12 +64,7 @@ class StepHandle:
         """Wait for the step and return what it emitted."""
         seconds = self._timer.wait()
         answers: list[list[int]] = self._rows.tolist()
-        rows = tuple(
-            RowResult(
-                tuple([token for token in row[:-1] if token >= 0]), bool(row[-1]), self._reasons.get(idx)
-            )
-            for idx, row in enumerate(answers)
-        )
+        rows = tuple(read_answer(row, self._reasons.get(idx)) for idx, row in enumerate(answers))
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
         return StepResult(self._step_idx, rows, seconds, failed)
