@@ -107,7 +107,7 @@ TASKS: tuple[tuple[str, Schema], ...] = (
     ),
     (
         "Answer with a number or a reason for having none.",
-        {"anyOf": [record(number={"type": "number"}), record(reason=text())]},
+        {"anyOf": [record(number={"type": "number", "minimum": 0, "maximum": 1000}), record(reason=text())]},
     ),
     (
         "Give a recipe.",

@@ -9,8 +9,10 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 # floor do not see each other, but for chains: "a < b" lets b import a.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "errors < config < guidance < request < row_kind < tree < batch < step_stats < draft_guide < speculation"
-        " < step_rows",
+        (
+            "errors < config < guidance < request < row_kind < tree < batch < step_stats < draft_guide"
+            " < speculation < step_rows"
+        ),
     ),
     (
         "parallel",
