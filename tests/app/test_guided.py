@@ -3,6 +3,7 @@
 A random model says anything that it may, so that a valid answer is the grammar's merit alone.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -88,6 +89,27 @@ async def test_a_schema_is_kept_by_every_choice_and_speculation_changes_nothing(
         jsonschema.validate(json.loads(answer), SCHEMA)
     assert await ask(client, response_format=FORMAT, n=3, speculation="off", **sampling) == answers
     assert await ask(client, guided_json=SCHEMA, n=3, speculation="chain-3", **sampling) == answers
+
+
+async def test_thirty_guided_calls_among_plain_ones_and_broken_ones_are_all_answered(
+    client: httpx.AsyncClient,
+) -> None:
+    bodies = [
+        {"response_format": FORMAT, "temperature": 1.0, "seed": idx}
+        if idx % 3 == 0
+        else {"guided_regex": "[a-c]{4}", "seed": idx}
+        if idx % 3 == 1
+        else {"max_tokens": 12}
+        for idx in range(45)
+    ] + [{"guided_regex": "("}] * 3
+    answers = await asyncio.gather(*(client.post(CHAT, json=chat_body(**body)) for body in bodies))
+    assert [answer.status_code for answer in answers] == [200] * 45 + [400] * 3
+    for idx, answer in enumerate(answers[:45]):
+        text = answer.json()["choices"][0]["message"]["content"]
+        if idx % 3 == 0:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        elif idx % 3 == 1:
+            assert re.fullmatch("[a-c]{4}", text)
 
 
 async def test_a_stream_says_what_the_whole_answer_says(client: httpx.AsyncClient) -> None:
