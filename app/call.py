@@ -84,12 +84,15 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """`is_one_call` lets an answer make one call of a tool at most."""
+    """`is_one_call` lets an answer make one call of a tool at most; with `is_call_forced` the whole answer is
+    one, as JSON.
+    """
 
     messages: tuple[Message, ...]
     options: CallOptions
     shape: PromptShape = PLAIN_SHAPE
     is_one_call: bool = False
+    is_call_forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 How they are written into a prompt is left to `chat`.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -88,12 +89,6 @@ class FunctionBody(Body):
     parameters: dict[str, object] | None = None
     strict: bool | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.strict:
-            raise PydanticCustomError("strict", "strict: true is not supported by this server: leave it out")
-        return self
-
 
 class ToolBody(Body):
     type: Literal["function"]
@@ -142,11 +137,25 @@ class NamedToolBody(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedToolBody | None
 
 
-def check_choice(choice: ToolChoice, has_tools: bool) -> None:
-    """Raise `RequestError` for a choice without tools, and for one that forces a call."""
+def check_choice(choice: ToolChoice, tools: Sequence[ToolBody]) -> None:
+    """Raise `RequestError` for a choice that the tools do not allow, and for a schema that is to be kept
+    where nothing forces a call: only a grammar for the whole answer keeps one.
+    """
     if choice in (None, "none", "auto"):
-        return
-    if not has_tools:
+        for idx, tool in enumerate(tools):
+            if tool.function.strict:
+                raise RequestError(
+                    "strict: true is kept only where tool_choice forces a call: leave it out",
+                    f"tools[{idx}].function",
+                )
+    elif not tools:
         raise RequestError("tool_choice needs tools", "tool_choice")
-    # Only a grammar can force a call; asking the model nicely is not what was asked for.
-    raise RequestError("tool_choice may be auto or none on this server", "tool_choice")
+    elif not forced_tools(choice, tools):
+        raise RequestError("tool_choice names a function that is not among the tools", "tool_choice")
+
+
+def forced_tools(choice: ToolChoice, tools: Sequence[ToolBody]) -> list[ToolBody]:
+    """Return the tools of which an answer must call one; none where it need not call."""
+    if isinstance(choice, NamedToolBody):
+        return [tool for tool in tools if tool.function.name == choice.function.name][:1]
+    return list(tools) if choice == "required" else []

@@ -12,8 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from app.body import Body, parse
 from app.call import CallOptions, ChatCall, CompletionCall, Prompt
-from app.chat_protocol import MessageBody, ShapeFields, ToolChoice, check_choice
-from engine import RequestError, SamplingParams, WantedLogprobs
+from app.chat_protocol import MessageBody, ShapeFields, ToolChoice, check_choice, forced_tools
+from app.forced_calls import call_grammar
+from app.guided_protocol import GuidedFields
+from engine import Grammar, RequestError, SamplingParams, WantedLogprobs
 
 T = TypeVar("T")
 
@@ -75,7 +77,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class _GenerationBody(Body):
+class _GenerationBody(GuidedFields):
     """What chat and completions share, our extensions included."""
 
     model: str
@@ -145,6 +147,7 @@ class _GenerationBody(Body):
             ignore_eos=bool(self.ignore_eos),
             speculation=_default(self.speculation, "auto"),
             logprobs=None if num_logprobs is None else WantedLogprobs(num_logprobs),
+            grammar=self.grammar(),
         )
 
 
@@ -158,18 +161,29 @@ class ChatBody(_GenerationBody, ShapeFields):
 
     def to_call(self) -> ChatCall:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        check_choice(self.tool_choice, bool(self.tools))
+        check_choice(self.tool_choice, self.tools or [])
         return ChatCall(
             tuple(message.to_message() for message in self.messages),
             self.options(asked, UNBOUNDED_TOKENS, self._num_logprobs()),
             self.shape(self.messages[-1], has_tools=self.tool_choice != "none"),
             is_one_call=self.parallel_tool_calls is False,
+            is_call_forced=bool(forced_tools(self.tool_choice, self.tools or [])),
         )
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def grammar(self) -> Grammar | None:
+        """Return the grammar of a forced call, else the one asked for."""
+        grammar = super().grammar()
+        forced = forced_tools(self.tool_choice, self.tools or [])
+        if forced and grammar is not None:
+            raise RequestError(
+                f"tool_choice forces a call, which {grammar.parameter} excludes", "tool_choice"
+            )
+        return call_grammar([tool.to_tool() for tool in forced]) if forced else grammar
 
 
 class CompletionBody(_GenerationBody):

@@ -20,7 +20,7 @@ from app.ready import ReadyTimes
 from app.replica_load import LoadMeter
 from app.server import LLMServer
 from app.tokenizer import Tokenizer
-from engine import AsyncEngine, Request, SamplingParams
+from engine import AsyncEngine, GrammarCompiler, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,13 @@ class Replica:
         load = engine.facts.load_seconds
         limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
         sink = config.tracing.open_export(name)
-        server = LLMServer(engine, tokenizer, template, config.name, limits, name, sink=sink)
+        facts = engine.facts
+        compiler = GrammarCompiler(
+            engine_config.model, facts.vocab_size, facts.eos_token_ids, facts.model_digest
+        )
+        server = LLMServer(
+            engine, tokenizer, template, config.name, limits, name, sink=sink, compiler=compiler
+        )
         return Replica(
             server,
             engine,

@@ -46,7 +46,7 @@ from app.tokenizer import Tokenizer
 from app.tool_formats import OPEN_TAG, make_parser
 from app.tool_stream import with_calls
 from app.version import version
-from engine import Request
+from engine import GrammarCompiler, Request, RequestError
 from ops.tracing.context import TraceContext
 
 Steps = AsyncGenerator[list[ChoiceDelta], None]
@@ -78,9 +78,11 @@ class LLMServer:
         replica: str = "local",
         clock: Callable[[], float] = time.monotonic,
         sink: SpanSink | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self._tracing = None if sink is None else TracedEngine(engine, sink, clock)
         self._engine = self._tracing or engine
+        self._compiler = compiler
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
         self._tool_format = template.tool_format
@@ -122,6 +124,8 @@ class LLMServer:
         )
 
     async def shutdown(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
         await self._engine.shutdown()
 
     async def answer(
@@ -160,8 +164,8 @@ class LLMServer:
         self, call: Call, call_id: str, ending: Ending
     ) -> AsyncGenerator[bytes | Reply, None]:
         form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
-        options = call.options
-        self._check_model(options.model)
+        self._check_model(call.options.model)
+        options = await self._compiled(call.options)
         check_num_requests(_num_prompts(call), options.num_choices, form.prompt_field, self._limits)
         prompts = await self._encode(call)
         requests = plan_requests(
@@ -197,8 +201,18 @@ class LLMServer:
         if self._has_special_tags:
             options = dataclasses.replace(options, skips_special_tokens=False)  # else no call is seen
         names = frozenset(tool.name for tool in call.shape.tools)
-        parser = partial(make_parser, self._tool_format, names)
+        parser = partial(make_parser, "llama3" if call.is_call_forced else self._tool_format, names)
         return with_calls(self._plain_steps(options, requests), parser, call.is_one_call)
+
+    async def _compiled(self, options: CallOptions) -> CallOptions:
+        """Return the options with their grammar compiled, where they have one."""
+        grammar = options.sampling.grammar
+        if grammar is None:
+            return options
+        if self._compiler is None:
+            raise RequestError("this server cannot follow a grammar", grammar.parameter)
+        compiled = await self._compiler.compile(grammar)
+        return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, grammar=compiled))
 
     def _plain_steps(self, options: CallOptions, requests: Sequence[Request]) -> Steps:
         is_alone = options.max_tokens == 0

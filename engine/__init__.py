@@ -24,6 +24,8 @@ from engine.errors import (
     StepError,
     TrainingError,
 )
+from engine.grammar.compiler import GrammarCompiler
+from engine.guidance import Grammar
 from engine.logprobs import TokenLogprob, WantedLogprobs
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
@@ -60,6 +62,8 @@ __all__ = [
     "EngineStats",
     "EyasError",
     "FinishReason",
+    "Grammar",
+    "GrammarCompiler",
     "IncrementalDetokenizer",
     "LatencyTable",
     "MachineRates",

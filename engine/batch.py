@@ -105,10 +105,10 @@ class StepPlan:
 class RowResult:
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
-    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `path`
-    holds the node ids of the accepted drafts. `next_rank` is the last token's among the draft's best
-    `num_ranks` at its node, `num_ranks` for none of them; None where nobody looked. `logprobs` has one entry
-    per token where the request asks, else it is empty.
+    `is_finite` is False where the logits were not finite, for the `reason` or by the target's fault: the
+    row's tokens mean nothing. `path` holds the node ids of the accepted drafts. `next_rank` is the last
+    token's among the draft's best `num_ranks` at its node, `num_ranks` for none of them; None where nobody
+    looked. `logprobs` has one entry per token where the request asks, else it is empty.
     """
 
     token_ids: tuple[int, ...]
@@ -117,6 +117,7 @@ class RowResult:
     next_rank: int | None = None
     num_ranks: int = NUM_RANKS
     logprobs: Logprobs = ()
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

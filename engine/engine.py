@@ -99,6 +99,7 @@ class Engine:
         self._check_token_ids(request.sampling.stop_token_ids, "stop_token_ids")
         self._check_token_ids([token_id for token_id, _ in request.sampling.logit_bias], "logit_bias")
         self._check_stops(request.sampling)
+        self._runner.guides.check(request.sampling)
         seed = request.sampling.seed
         if seed is None:
             unsigned = self._seed + self._num_arrived * _GOLDEN

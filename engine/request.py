@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.errors import RequestError
+from engine.guidance import Grammar
 from engine.logprobs import WantedLogprobs
 
 MAX_LOGIT_BIASES = 300
@@ -37,6 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
     speculation: str = "auto"
     logprobs: WantedLogprobs | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_tokens", "min_tokens"):

@@ -7,10 +7,12 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.draft_guide import DraftGuide
 from engine.request import SamplingParams
 from engine.tree.topology import TreeTopology
 
@@ -197,10 +199,10 @@ class DraftOutput:
     token_ids: Tensor
     probs: Tensor | None = None
     children: Tensor | None = None
+    guide: DraftGuide | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingFlags:
+class SamplingFlags(NamedTuple):
     """What some row of a batch needs: host facts. Where one is False, the step does no such work."""
 
     is_sampled: bool = False
@@ -220,7 +222,7 @@ class SamplingFlags:
         )
 
     def __or__(self, other: "SamplingFlags") -> "SamplingFlags":
-        return SamplingFlags(*map(operator.or_, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return SamplingFlags(*map(operator.or_, self, other))
 
 
 @dataclass(frozen=True, slots=True)

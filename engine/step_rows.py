@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import NUM_RANKS
+from engine.draft_guide import DraftGuide
 from engine.speculation import DraftOutput, TreeTensors
 
 NUM_INTEGERS = 3
@@ -86,7 +87,9 @@ class StepRows:
     draft: DraftOutput
 
     @staticmethod
-    def empty(tree: TreeTensors, num_blocks: int, probs_size: int | None) -> "StepRows":
+    def empty(
+        tree: TreeTensors, num_blocks: int, probs_size: int | None, guide: DraftGuide | None = None
+    ) -> "StepRows":
         """Return room for the rows of `tree`; with probabilities over `probs_size` tokens where given."""
         num_rows, num_nodes = tree.parents.shape
         device = tree.parents.device
@@ -107,6 +110,7 @@ class StepRows:
                 token_ids=room(num_rows, num_nodes),
                 probs=probs,
                 children=room(num_rows, num_nodes, _num_ranks(tree, probs_size is not None)),
+                guide=guide,
             ),
         )
 

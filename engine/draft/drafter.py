@@ -173,6 +173,8 @@ class Drafter:
         """Choose the children of the nodes at `depth` from the head's output [B, W, H]."""
         # Flat, since a batched product of strided rows copies the weight.
         logits = self.head.logits(hidden.flatten(0, 1))
+        if draft.guide is not None:
+            draft.guide.mask_draft(depth, logits, self.head.target_ids, draft.token_ids)
         if draft.probs is None:
             self._ops.choose(self.head, tree, depth, logits, draft)
         else:

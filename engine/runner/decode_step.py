@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
+from engine.draft_guide import DraftGuide
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
@@ -68,12 +69,12 @@ class DecodeStep:
         self._draft_mode = draft_mode
         self._zero = torch.zeros(1, dtype=torch.int64, device=pool.k.device)
 
-    def room(self, batch: DecodeBatch) -> StepRows:
-        """Return room for what the parts of a step hand on to each other."""
+    def room(self, batch: DecodeBatch, guide: DraftGuide | None = None) -> StepRows:
+        """Return room for what the parts of a step hand on to each other; `guide` masks the drafts."""
         probs_size = None
         if self._draft_mode == "sampled" and batch.tree.depth > 0:
             probs_size = self._target.config.vocab_size
-        return StepRows.empty(batch.tree, batch.num_blocks, probs_size)
+        return StepRows.empty(batch.tree, batch.num_blocks, probs_size, guide)
 
     def draft(self, batch: DecodeBatch, rows: StepRows) -> None:
         """Open the rows and fill the trees; a batch of roots only does no draft work."""

@@ -14,6 +14,7 @@ import torch
 
 from engine.batch import DUMMY_SLOT
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
+from engine.runner.guides import GuidedStep
 from engine.runner.step_output import DecodedRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.step_rows import StepRows
@@ -115,12 +116,18 @@ class StepGraphs:
         self._sets[bucket, shape] = _StepSet(tree, topologies, rows, widths, drafts, target, commits)
 
     def replay(
-        self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags
+        self,
+        slots: Sequence[int],
+        topologies: Sequence[TreeTopology],
+        num_pending: int,
+        flags: SamplingFlags,
+        guide: GuidedStep | None = None,
     ) -> DecodedRows | None:
         """Enqueue one step and return what `DecodeStep.commit` does, for these rows and padding; None where
         nothing that was captured fits.
 
-        `num_pending` bounds the positions of any row whose draft K/V is missing.
+        `num_pending` bounds the positions of any row whose draft K/V is missing. `guide` masks the target's
+        logits; captured drafts are not masked, since the host would wait for every level.
         """
         found = self._find(len(slots), topologies)
         if found is None or flags not in found.commits:
@@ -131,7 +138,11 @@ class StepGraphs:
         padded = [*slots, *[DUMMY_SLOT] * (bucket - len(slots))]
         self._slots[:bucket].copy_(upload(padded, torch.int64, self._device))
         draft.graph.replay()
+        if guide is not None:
+            guide.read(found.rows.draft.token_ids)
         found.target.graph.replay()
+        if guide is not None:
+            guide.mask_target(found.target.output.logits)
         self.num_replays += 1
         commit = found.commits[flags]
         commit.graph.replay()

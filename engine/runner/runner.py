@@ -15,11 +15,13 @@ from engine.batch import Admission, StepPlan
 from engine.config import DraftMode
 from engine.draft.drafter import TreeDrafter
 from engine.errors import AdmissionError
+from engine.grammar.backend import OpenBackend, no_backend
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.draft_site import DraftSite
 from engine.runner.graphs import StepGraphs
+from engine.runner.guides import GuidedStep, Guides
 from engine.runner.logprobs import LogprobReader
 from engine.runner.pending import PendingDraft
 from engine.runner.prefill_step import PrefillStep
@@ -56,6 +58,7 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
         verify: Verify = verify,
         slot_ops: SlotOps | None = None,
+        open_grammars: OpenBackend = no_backend,
     ) -> None:
         config = target.config
         weight = target.embed_tokens.weight
@@ -74,6 +77,7 @@ class ModelRunner:
             device=self.device,
             ops=slot_ops,
         )
+        self.guides = Guides(open_grammars, config.vocab_size, self.device)
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         self._pending = PendingDraft(shape.max_num_seqs + 1, shape.feature_window)
         self._logprobs = LogprobReader(target.logits)
@@ -119,18 +123,23 @@ class ModelRunner:
         if plan.growths:
             self._state.grow(plan.growths)
         prefilled = self._prefill_step.run(plan.chunks) if plan.chunks else None
-        decoded = self._decode(plan) if plan.rows else None
+        guide = self.guides.open(plan.rows)
+        decoded = self._decode(plan, guide) if plan.rows else None
+        if guide is not None and decoded is not None:
+            guide.unmask_target(decoded.logits)
         logprobs = self._logprobs.read(plan.rows, decoded, plan.chunks, prefilled)
         self._timer = timer
-        return StepHandle(plan, decoded, prefilled, logprobs, timer)
+        return StepHandle(plan, decoded, prefilled, logprobs, timer, guide)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         try:
             self._state.admit(admissions, self._eos_token_ids)
+            self.guides.admit(admissions)
         except Exception:  # whatever it was, it is the fault of one request: find it
             for admission in admissions:
                 try:
                     self._state.admit((admission,), self._eos_token_ids)
+                    self.guides.admit((admission,))
                 except Exception as error:
                     raise AdmissionError(admission.slot) from error
         for admission in admissions:
@@ -138,7 +147,7 @@ class ModelRunner:
             self._pending.admit(admission.slot)
             self._logprobs.admit(admission)
 
-    def _decode(self, plan: StepPlan) -> DecodedRows:
+    def _decode(self, plan: StepPlan, guide: GuidedStep | None) -> DecodedRows:
         """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does, and padding."""
         slots = [row.slot for row in plan.rows]
         topologies = tuple(row.topology for row in plan.rows)
@@ -146,7 +155,7 @@ class ModelRunner:
         flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})
         num_pending = self._pending.plan(slots, depth)
         if self._graphs is not None:
-            decoded = self._graphs.replay(slots, topologies, num_pending, flags)
+            decoded = self._graphs.replay(slots, topologies, num_pending, flags, guide)
             if decoded is not None:
                 return decoded
         batch = DecodeBatch(
@@ -157,9 +166,14 @@ class ModelRunner:
             num_read_blocks=self._num_blocks(plan.max_prefix_len),
             num_blocks=self._num_blocks(plan.max_prefix_len + depth + 1),
         )
-        rows = self._step.room(batch)
+        rows = self._step.room(batch, guide)
         self._step.draft(batch, rows)
-        return self._step.commit(batch, rows, self._step.run_target(batch, rows))
+        if guide is not None:
+            guide.read(rows.draft.token_ids)
+        output = self._step.run_target(batch, rows)
+        if guide is not None:
+            guide.mask_target(output.logits)
+        return self._step.commit(batch, rows, output)
 
     def _tree_tensors(self, topologies: tuple[TreeTopology, ...]) -> TreeTensors:
         """Return the node table of a step; the same topologies come back step after step."""

@@ -176,11 +176,7 @@ class SlotState:
             output_counts=self._output_counts[slots] if flags.is_penalized else nothing.int(),
             stop_token_ids=self._stop_token_ids[slots] if flags.has_min_tokens else nothing,
             stop_from=stop_from,
-            is_sampled=flags.is_sampled,
-            is_truncated=flags.is_truncated,
-            is_penalized=flags.is_penalized,
-            is_biased=flags.is_biased,
-            has_min_tokens=flags.has_min_tokens,
+            **flags._asdict(),
         )
 
     def _rows(

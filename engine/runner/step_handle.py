@@ -6,9 +6,10 @@ What the step computes is left to `runner`.
 import time
 
 import torch
-from torch import Tensor
 
-from engine.batch import RowResult, StepPlan, StepResult
+from engine.batch import StepPlan, StepResult
+from engine.runner.guides import GuidedStep
+from engine.runner.host_copy import read_answer, to_host
 from engine.runner.logprobs import StepLogprobs
 from engine.runner.step_output import DecodedRows, PrefilledChunks
 
@@ -55,7 +56,8 @@ class StepTimer:
 
 class StepHandle:
     """The answer of one step on its way: rows [B, 2 D + 5] int64 as `CommittedRows` has them, is_chunk_finite
-    [C] bool of its chunks, and the log-probabilities that some of them ask for.
+    [C] bool of its chunks, and the log-probabilities that some of them ask for. `guide` has the rows that
+    follow a grammar.
     """
 
     def __init__(
@@ -65,12 +67,17 @@ class StepHandle:
         prefilled: PrefilledChunks | None,
         logprobs: StepLogprobs,
         timer: StepTimer,
+        guide: GuidedStep | None,
     ) -> None:
         self._step_idx = plan.step_idx
         nothing = torch.empty(0, dtype=torch.int64)
-        self._rows = nothing if decoded is None else _to_host(decoded.answer[: len(plan.rows)])
-        self._is_chunk_finite = nothing if prefilled is None else _to_host(prefilled.is_finite)
-        self._logprobs = logprobs.moved(_to_host)
+        self._rows = nothing if decoded is None else to_host(decoded.answer[: len(plan.rows)])
+        self._is_chunk_finite = nothing if prefilled is None else to_host(prefilled.is_finite)
+        self._logprobs = logprobs.moved(to_host)
+        self._reasons: dict[int, str] = {}
+        if guide is not None:
+            guide.note(self._rows)
+            self._reasons = guide.reasons()
         self._timer = timer
         timer.stop()
 
@@ -78,27 +85,11 @@ class StepHandle:
         """Wait for the step and return what it emitted."""
         seconds = self._timer.wait()
         answers: list[list[int]] = self._rows.tolist()
-        rows = tuple(_row_result(row) for row in answers)
+        rows = tuple(read_answer(row, self._reasons.get(idx)) for idx, row in enumerate(answers))
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
         rows = self._logprobs.join(rows)
         return StepResult(self._step_idx, rows, seconds, failed, self._logprobs.of_chunks())
-
-
-def _row_result(row: list[int]) -> RowResult:
-    """Return one row of `DecodeStep.commit`."""
-    width = (len(row) - 3) // 2  # D + 1
-    token_ids = tuple([token for token in row[:width] if token >= 0])
-    path = tuple(row[width + 1 : width + len(token_ids)])
-    return RowResult(token_ids, bool(row[-1]), path, None if row[-3] < 0 else row[-3], row[-2])
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Return a host copy that is whole once the step has ended; enqueuing it does not stall the stream."""
-    if not tensor.is_cuda:
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
 
 
 def _event() -> torch.cuda.Event:

@@ -5,6 +5,7 @@ It is the only place that knows every part; what each does is left to them.
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from engine.draft.loader import LoadedDraft, load_draft
 from engine.draft.network import DraftNetwork
 from engine.draft.ops import DraftOps, TorchDraftOps
 from engine.errors import ConfigError
+from engine.grammar.backend import open_backend
+from engine.grammar.vocabulary import ModelTokens
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
 from engine.layers.linear import can_pack
@@ -123,7 +126,8 @@ def wire_worker(
     )
     backend = create_backend(config.attention_backend, device)
     drafter = None if head is None else create_drafter(head, backend, shape)
-    parts = (verify or choose_verify(device), choose_slot_ops(device))
+    tokens = ModelTokens(Path(origin.model_folder), model.vocab_size, model.eos_token_ids)
+    parts = (verify or choose_verify(device), choose_slot_ops(device), partial(open_backend, tokens))
     runner = ModelRunner(target, drafter, backend, shape, model.eos_token_ids, *parts)
     return Worker(
         runner=runner,

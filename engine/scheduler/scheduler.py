@@ -363,7 +363,7 @@ class Scheduler:
         if sequence.is_finished:
             return None
         if not result.is_finite:
-            return self._fail(progress, NOT_FINITE)
+            return self._fail(progress, result.reason or NOT_FINITE)
         root = len(sequence.tokens) - 1
         token_ids, num_accepted, finish_reason = result.token_ids, len(result.token_ids) - 1, None
         if progress.stop_rule.may_end(sequence.num_output, token_ids):

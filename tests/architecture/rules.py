@@ -10,8 +10,8 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         (
-            "errors < config < logprobs < request < row_kind < tree < batch < step_stats < speculation"
-            " < step_rows"
+            "errors < config < logprobs < guidance < request < row_kind < tree < batch < step_stats"
+            " < draft_guide < speculation < step_rows"
         ),
     ),
     (
@@ -133,6 +133,7 @@ OPTIONAL_LIBRARIES: dict[str, tuple[str, ...]] = {
 # function that chose them.
 LIBRARY_MODULES = (
     "engine.kernels",
+    "engine.grammar.xgrammar_backend",
     "engine.layers.triton_ops",
     "engine.sampling.triton_verify",
     "engine.draft.triton_ops",
