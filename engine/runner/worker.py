@@ -100,7 +100,7 @@ def wire_worker(
         if head is not None:
             head.pack()
     if device.type == "cuda":
-        _use_kernels(target, head, device)
+        use_kernels(target, head, device)
     sizes = config.device_sizes(device.type == "cuda")
     max_model_len = _choose_max_model_len(config, model)
     num_blocks = plan_num_blocks(config, model, head.config if head else None, dtype, device)
@@ -167,7 +167,7 @@ def choose_draft_ops(device: torch.device) -> DraftOps:
     return TritonDraftOps(overlap=_can_overlap(device))
 
 
-def _use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: torch.device) -> None:
+def use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: torch.device) -> None:
     """Run the networks on fused kernels."""
     from engine.layers.triton_ops import TritonOps
 
