@@ -11,11 +11,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.drafts import AUTO_DRAFT, draft_folder
-from engine import ConfigError, EngineConfig, SpeculationConfig, resolve_model
+from engine import ConfigError, EngineConfig, PrecisionConfig, SpeculationConfig, resolve_model
 
 DEFAULT_MODEL = "smollm2"
 
 _SPECULATION = SpeculationConfig()
+_PRECISION = PrecisionConfig()
 _ENGINE = EngineConfig(model=Path())
 
 
@@ -30,6 +31,14 @@ class SpeculationSection(_Section):
     table: tuple[tuple[int, str], ...] | None = _SPECULATION.table
     draft_mode: Literal["greedy", "sampled"] = _SPECULATION.draft_mode
     feature_window: int = _SPECULATION.feature_window
+
+
+class PrecisionSection(_Section):
+    """Mirrors `PrecisionConfig`."""
+
+    target: Literal["model", "fp8"] = _PRECISION.target
+    draft: Literal["model", "int4-ffn"] = _PRECISION.draft
+    cache: Literal["model", "fp8"] = _PRECISION.cache
 
 
 class EngineSection(_Section):
@@ -50,6 +59,7 @@ class EngineSection(_Section):
     seed: int = _ENGINE.seed
     hang_seconds: float = _ENGINE.hang_seconds
     speculation: SpeculationSection = SpeculationSection()
+    precision: PrecisionSection = PrecisionSection()
 
 
 class ServerConfig(_Section):
@@ -137,8 +147,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _engine_config(section: EngineSection, model: Path, draft: Path | None) -> EngineConfig:
-    sizes = {name: getattr(section, name) for name in EngineSection.model_fields if name != "speculation"}
-    speculation = SpeculationConfig(
-        **{f.name: getattr(section.speculation, f.name) for f in dataclasses.fields(SpeculationConfig)}
-    )
-    return EngineConfig(model=model, draft=draft, speculation=speculation, **sizes)
+    nested = {"speculation": SpeculationConfig, "precision": PrecisionConfig}
+    sizes = {name: getattr(section, name) for name in EngineSection.model_fields if name not in nested}
+    for name, kind in nested.items():
+        mine = getattr(section, name)
+        sizes[name] = kind(**{f.name: getattr(mine, f.name) for f in dataclasses.fields(kind)})
+    return EngineConfig(model=model, draft=draft, **sizes)

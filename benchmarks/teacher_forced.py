@@ -173,7 +173,7 @@ def answers(
     """Return the engine and its greedy answers."""
     sizes = {"max_num_seqs": len(prompts), "enable_prefix_cache": False, "max_batched_tokens": 8192}
     engine = Engine.load(EngineConfig(folder, **{**sizes, **config}))  # type: ignore[arg-type]
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     requests = [Request(f"row-{row}", prompt, sampling) for row, prompt in enumerate(prompts)]
     return engine, [one.token_ids for one in run_to_end(engine, requests)]
 

@@ -21,6 +21,7 @@ from engine.errors import (
 )
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
+from engine.precision import PrecisionConfig
 from engine.request import FinishReason, Request, SamplingParams
 from engine.runner.rates import MachineRates
 from engine.runner.synthetic import shape_of
@@ -52,6 +53,7 @@ __all__ = [
     "ModelConfig",
     "ModelLoadError",
     "NearTies",
+    "PrecisionConfig",
     "Profile",
     "Request",
     "RequestError",

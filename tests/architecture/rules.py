@@ -8,7 +8,7 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 # Import floors of `engine`: a file imports from lower floors and from its own package only. Packages of one
 # floor do not see each other, but for chains: "a < b" lets b import a.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors < config < request < tree < batch < speculation",),
+    ("errors < precision < config < request < tree < batch < speculation",),
     (
         "parallel",
         "kernels",
