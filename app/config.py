@@ -31,6 +31,7 @@ class SpeculationSection(_Section):
     table: tuple[tuple[int, str], ...] | None = _SPECULATION.table
     draft_mode: Literal["greedy", "sampled"] = _SPECULATION.draft_mode
     feature_window: int = _SPECULATION.feature_window
+    max_step_seconds: float | None = _SPECULATION.max_step_seconds
 
 
 class PrecisionSection(_Section):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig
 from engine.core_link import CoreLink
-from engine.errors import EngineDeadError, RequestError
-from engine.messages import Abort, Add, AskStats, CoreMessage, Deltas, Refused
+from engine.errors import ConfigError, EngineDeadError, RequestError
+from engine.messages import Abort, Add, AskStats, CoreMessage, Deltas, Refused, Switch
 from engine.request import Request
 from engine.stats import EngineStats
 
@@ -94,6 +94,13 @@ class AsyncEngine:
         if stats is None:
             raise _gone()
         return stats
+
+    def switch_speculation(self, mode: str) -> None:
+        """Let the core use another mode from its next step on. Raises `ConfigError` for an unknown tree."""
+        self._check_core()
+        if mode not in ("auto", "table", *self.facts.trees):
+            raise ConfigError(f"no tree is called {mode!r}: there are {', '.join(self.facts.trees)}")
+        self._link.send(Switch(mode))
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if the core is gone, or hangs: owes an answer and has said nothing for

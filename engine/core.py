@@ -23,6 +23,7 @@ from engine.messages import (
     Ready,
     Refused,
     Shutdown,
+    Switch,
 )
 from engine.request import Request
 
@@ -59,7 +60,7 @@ class Core:
             self._act(message)
         return True
 
-    def _act(self, message: Add | Abort | AskStats) -> None:
+    def _act(self, message: Add | Abort | AskStats | Switch) -> None:
         match message:
             case Add(request):
                 self._num_added += 1
@@ -68,6 +69,8 @@ class Core:
                 self._engine.abort(request_id, is_finished)
             case AskStats():
                 self._send(self._engine.stats())
+            case Switch(mode):
+                self._engine.switch_speculation(mode)
 
     def _add(self, request: Request) -> None:
         error: Exception

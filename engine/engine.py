@@ -8,20 +8,23 @@ import logging
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from engine.batch import Load, RowStats, SequenceDelta, StepPlan, StepStats
+from engine.batch import Load, SequenceDelta, StepPlan
 from engine.config import EngineConfig
 from engine.counters import Counters
-from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.dispatcher.dispatcher import Dispatcher
+from engine.dispatcher.latency import LatencyTable
 from engine.errors import AdmissionError, RequestError
-from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
+from engine.policy import build_policy
 from engine.request import MAX_STOP_TOKENS, FinishReason, Request, SamplingParams, Sequence
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
 from engine.runner.worker import build_worker
-from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 from engine.stats import EngineFacts, EngineStats
-from engine.tree.library import TreeLibrary
+from engine.step_stats import StepStats
+from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
+from engine.tree.search import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +129,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return counters since the start and gauges now."""
-        return self._counters.snapshot(
+        stats = self._counters.snapshot(
             self._scheduler.load(), self._kv_cache.pool.counts(), self._scheduler.num_preemptions
         )
+        return dataclasses.replace(stats, dispatch=self._dispatcher.stats())
+
+    def switch_speculation(self, mode: str) -> None:
+        """Use another speculation mode from now on. Raises `ConfigError` for an unknown tree."""
+        self._dispatcher.switch(mode)
+        logger.info("speculation switched mode=%s", mode)
 
     def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:
         """Refuse ids that the model lacks: on the device they would end the step of every request."""
@@ -168,12 +177,7 @@ class Engine:
     def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
         result = flight.handle.collect()
         deltas = self._scheduler.commit(result)
-        rows = tuple(
-            RowStats(row.topology, len(answer.token_ids) - 1)
-            for row, answer in zip(flight.plan.rows, result.rows, strict=True)
-        )
-        num_prefill = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
-        stats = StepStats(flight.plan.step_idx, flight.load, rows, num_prefill, result.seconds)
+        stats = StepStats.of(flight.plan, flight.load, result)
         self._dispatcher.observe(stats)
         self._counters.observe(stats, deltas)
         self._warn_if_nothing_accepted()
@@ -200,24 +204,16 @@ def assemble_engine(
     library: TreeLibrary,
     facts: EngineFacts,
     kv_cache: KVCache | None = None,
+    latency: LatencyTable | None = None,
+    profile: Profile = DEFAULT_PROFILE,
 ) -> Engine:
     """Wire a runner to its policy; `facts` says what the runner was built with. A `kv_cache` that is given
     has as many blocks as they say.
+
+    With a `latency` table of this machine the dispatcher learns, beginning with the acceptance `profile`.
     """
-    if kv_cache is None:
-        kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
-    scheduler_config = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_waiting=config.max_num_waiting,
-        max_batched_tokens=facts.max_batched_tokens,
-        max_model_len=facts.max_model_len,
-        eos_token_ids=frozenset(facts.eos_token_ids),
-        draft_window=config.speculation.feature_window,
-    )
-    scheduler = Scheduler(scheduler_config, kv_cache, library)
-    sizes = config.device_sizes(facts.device.startswith("cuda"))
-    dispatcher = StaticDispatcher(config.speculation, sizes.table, library)
-    return Engine(runner, kv_cache, scheduler, dispatcher, facts, config.seed)
+    policy = build_policy(config, library, facts, kv_cache, latency, profile)
+    return Engine(runner, policy.kv_cache, policy.scheduler, policy.dispatcher, facts, config.seed)
 
 
 def _signed64(value: int) -> int:

@@ -33,6 +33,13 @@ class AskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Switch:
+    """Client: use another speculation mode from now on, one that the engine knows. Not answered."""
+
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Client: end the process. Closing the connection says the same."""
 
@@ -72,5 +79,5 @@ class Deltas:
     num_added: int
 
 
-ClientMessage = Add | Abort | AskStats | Shutdown
+ClientMessage = Add | Abort | AskStats | Switch | Shutdown
 CoreMessage = Ready | Failed | Refused | Deltas | EngineStats

@@ -5,6 +5,8 @@ Turning them into metrics is left to `app/metrics.py`.
 
 from dataclasses import dataclass
 
+from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -65,6 +67,7 @@ class EngineStats:
     accepted_by_depth: tuple[int, ...]
     steps_by_tree: tuple[tuple[str, int], ...]
     step_seconds: float
+    dispatch: DispatchStats = NOT_CHOSEN
 
     @property
     def tokens_per_call(self) -> float:

@@ -17,9 +17,9 @@ from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
-from engine.runner.step_rows import StepRows
 from engine.sampling.verify import Verify
 from engine.speculation import SamplingFlags, TreeTensors
+from engine.step_rows import StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,7 @@ class DecodeStep:
             q = q.view(*shape, *q.shape[1:])
             return attend_pages(q, k, v, *self._pool.layers[layer_idx]).flatten(0, 1)
 
-        token_ids = rows.draft.token_ids.clamp(min=0).flatten()
-        output = self._target(token_ids, rows.positions.flatten(), attend)
+        output = self._target(rows.draft.token_ids.flatten(), rows.positions.flatten(), attend)
         logits = self._target.logits(output.hidden).view(*shape, -1)
         # The feature size may be 0, which a view cannot infer.
         return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]), scratch)
@@ -117,8 +116,7 @@ class DecodeStep:
     def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> Tensor:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
 
-        Returns [B, D + 2] int64: what each row emitted, padded with -1, and last whether its logits were
-        finite.
+        Returns the answer [B, 2 D + 5] int64 of `CommittedRows`.
         """
         sampling = self._state.sampling(batch.slots, rows, batch.flags)
         verification = self._verify(output.logits, rows.draft, batch.tree, sampling, rows.root_positions)

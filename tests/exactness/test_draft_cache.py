@@ -47,7 +47,7 @@ class Watched:
 
     def step(self, outputs: dict[str, list[int]], tree: str | None = None) -> None:
         if tree is not None:
-            self.engine._dispatcher._otherwise = self.engine._scheduler.library.get(tree)
+            self.engine.switch_speculation(tree)
         for delta in self.engine.step():
             outputs[delta.request_id] += delta.token_ids
         for progress in self.engine._scheduler._running:
@@ -181,7 +181,7 @@ def test_chunks_of_every_size_leave_the_same_cache_features_and_drafts(budget):
         seen = watched(shape)
         finish(seen, request_of("r0", prompt, 100, max_tokens=2))
         # The last positions of the prompt, which no later position has taken the place of.
-        features = seen.engine._runner._state.features[1, torch.arange(30, 36) % shape.feature_window]
+        features = seen.engine._runner._state.tables.features[1, torch.arange(30, 36) % shape.feature_window]
         states.append((seen.cache("r0", 37), features, seen.windows))
     (cache, features, windows), (whole, whole_features, whole_windows) = states
     assert_same_cache(cache, whole)
@@ -252,7 +252,7 @@ def test_a_hit_on_blocks_without_draft_reads_none_of_their_draft_cache():
         seen = watched(EngineShape(mode="off", feature_window=4))
         fill_pages(seen, noise)
         text = (*prompt, *finish(seen, request_of("plain", prompt, 100, max_tokens=40)))
-        seen.engine._dispatcher._otherwise = seen.engine._scheduler.library.get("chain-3")
+        seen.engine.switch_speculation("chain-3")
         seen.windows.clear()
         finish(seen, request_of("drafted", text[:50], 101))
         assert seen.engine.stats().num_prefix_hit_tokens >= 40
