@@ -76,6 +76,7 @@ class ModelRunner:
             ops=slot_ops,
         )
         self._drafter = drafter
+        self._known_flags: dict[SamplingFlags, SamplingFlags] = {}
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         # Per slot an upper bound of the positions whose draft K/V is missing, root included.
         self._num_pending = [1] * (shape.max_num_seqs + 1)
@@ -140,7 +141,8 @@ class ModelRunner:
                 except Exception as error:
                     raise AdmissionError(admission.slot) from error
         for admission in admissions:
-            self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
+            flags = SamplingFlags.of(admission.sampling)
+            self._flags[admission.slot] = self._known_flags.setdefault(flags, flags)
             self._num_pending[admission.slot] = 1
 
     def _decode(self, plan: StepPlan) -> Tensor:
@@ -148,7 +150,10 @@ class ModelRunner:
         slots = [row.slot for row in plan.rows]
         topologies = tuple(row.topology for row in plan.rows)
         depth = max(topology.depth for topology in topologies)
-        flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})
+        # By identity, as equal flags are one object: hashing those of every row would cost more than the
+        # rest.
+        kinds = {id(flags): flags for flags in map(self._flags.__getitem__, slots)}
+        flags = functools.reduce(operator.or_, kinds.values())
         num_pending = max(self._num_pending[slot] for slot in slots)
         for slot in slots:
             # A step of roots only does no draft work: its positions stay pending.

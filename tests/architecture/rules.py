@@ -9,7 +9,10 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 # floor do not see each other, but for chains: "a < b" lets b import a.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "errors < precision < config < request < row_kind < tree < batch < step_stats < speculation < step_rows",
+        (
+            "errors < precision < config < request < row_kind < tree < batch < step_stats "
+            "< speculation < step_rows"
+        ),
     ),
     (
         "parallel",
