@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, help="JSONL with turns, prompt or messages")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--float32-tokens", type=int, default=48)
-    parser.add_argument("--float32-prompts", type=int, default=40)
+    parser.add_argument("--float32-prompts", type=int, default=40, help="0 leaves the CPU out")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--draft", type=Path, help="folder of the draft for the float32 trees")
     parser.add_argument("--tree", default="tree-8")
@@ -254,7 +254,8 @@ def main() -> None:
     model = LocalModel.open(EngineConfig(options.model), str(options.model), "none")
     prompts = [model.encode_chat(chat.first_turn) for chat in read_chats(options.prompts)]
     results = {"forced": compare_forced(options.model, prompts, options)}
-    results["devices"] = compare_devices(options.model, prompts[: options.float32_prompts], options)
+    if options.float32_prompts:
+        results["devices"] = compare_devices(options.model, prompts[: options.float32_prompts], options)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
