@@ -91,7 +91,7 @@ class SyntheticEngine:
         for seed, pool in enumerate(worker.runner.page_pools):
             fill_pages(pool, seed)
         self._kv_cache = KVCache(BlockPool(worker.facts.num_blocks + 1, worker.facts.block_size))
-        self.engine = assemble_engine(config, worker.runner, self._library, worker.facts, self._kv_cache)
+        self.engine = assemble_engine(config, worker, self._kv_cache)
 
     def random_prompts(self, batch: int, context: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
         """Return prompts of `context` tokens and one more, the root of the first step; no two are alike."""
