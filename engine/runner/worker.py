@@ -20,7 +20,7 @@ from engine.draft.ops import DraftOps, TorchDraftOps
 from engine.errors import ConfigError
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
-from engine.layers.linear import can_pack
+from engine.layers.linear import WideLinear, can_pack
 from engine.layers.quantize import quantize
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
@@ -214,6 +214,8 @@ def use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: tor
 
     ops = TritonOps(overlap=_can_overlap(device))
     target.use(ops)
+    if target.head_weight.dtype.itemsize == 2:
+        target.fast_head = WideLinear(target.head_weight)
     if head is not None:
         head.use(ops)
 

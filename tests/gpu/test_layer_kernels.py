@@ -20,6 +20,7 @@ from engine.layers.int4_linear import (
     dequantize_groups,
     quantize_groups,
 )
+from engine.layers.linear import WideLinear
 from engine.layers.ops import TorchOps
 from engine.layers.rotary import Rotary
 from engine.layers.triton_ops import TritonOps
@@ -278,6 +279,15 @@ def test_layers_in_few_bits_answer_as_their_stored_weights_do(num_tokens, shape,
         (Int4Linear(weight, bias)(x), x.double() @ kept.T + shift),
     ):
         assert (found.double() - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="on CUDA alone a product of bfloat16 answers in float32")
+@pytest.mark.parametrize("num_tokens", [1, 5, 256])
+def test_a_wide_head_does_not_round_its_answer(num_tokens):
+    weight, x = draw(4096, 576, dtype=torch.bfloat16), draw(num_tokens, 576, dtype=torch.bfloat16, seed=1)
+    found, expected = WideLinear(weight)(x), x.double() @ weight.double().T
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() / expected.norm() < 1e-5  # a rounding to bfloat16 costs 2e-3
 
 
 def test_kernels_replay_in_a_graph():
