@@ -5,6 +5,7 @@ Run: python benchmarks/model_profile.py MODEL_FOLDER PROMPTS.jsonl --draft FOLDE
 
 import argparse
 import cProfile
+import itertools
 import pstats
 import statistics
 import sys
@@ -24,7 +25,7 @@ from app.prompt_file import read_chats
 from benchmarks.step_profile import print_trace
 from engine import Engine, EngineConfig, Request, SamplingParams
 
-MAX_TOKENS, NUM_WARM_STEPS, NUM_STEPS = 128, 8, 8
+MAX_TOKENS, NUM_WARM_STEPS, NUM_STEPS, NUM_FIRST_STEPS = 128, 8, 8, 4
 
 
 def start(engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, arm: str) -> None:
@@ -34,6 +35,22 @@ def start(engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, arm: s
         engine.add(Request(f"row-{row}", prompts[row % len(prompts)], sampling))
     for _ in range(NUM_WARM_STEPS):
         engine.step()
+
+
+def time_start(engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, arm: str) -> tuple[float, ...]:
+    """Return the milliseconds of the first steps, which admit, prefill and decode, the device waited for."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, speculation=arm)
+    torch.cuda.synchronize()
+    times = [time.perf_counter()]
+    for row in range(batch):
+        engine.add(Request(f"row-{row}", prompts[row % len(prompts)], sampling))
+    times.append(time.perf_counter())
+    for _ in range(NUM_FIRST_STEPS):
+        engine.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter())
+    finish(engine)
+    return tuple(1e3 * (end - begin) for begin, end in itertools.pairwise(times))
 
 
 def finish(engine: Engine) -> None:
@@ -107,6 +124,8 @@ def main() -> None:
         trace_device(engine, f"{batch} rows, {arm}", options.top)
         finish(engine)
         print(f"{batch} rows, {arm}: {ms_step:.3f} ms a step, {ms_host:.3f} ms of the host", flush=True)
+        firsts = min(time_start(engine, prompts, batch, arm) for _ in range(3))
+        print("first calls, ms: add, then steps: " + ", ".join(f"{ms:.2f}" for ms in firsts))
         if options.host_top:
             start(engine, prompts, batch, arm)
             profile_host(engine, options.host_top)

@@ -4,6 +4,7 @@ Device tensors are built from it in `runner` only.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.request import FinishReason, SamplingParams
 from engine.row_kind import ANY_KIND, RowKind
@@ -56,8 +57,7 @@ class PrefillChunk:
     store_from: int
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """One sequence decodes in this step over `topology`. `kind` and `sequence_idx` tell the dispatcher which
     rows are alike and which are the same.
     """
@@ -100,8 +100,7 @@ class StepPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
     `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `path`
@@ -129,8 +128,7 @@ class StepResult:
     failed_chunks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceDelta:
+class SequenceDelta(NamedTuple):
     """What one sequence gained in a step: the new tokens, and how it ended if it did.
 
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
