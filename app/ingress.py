@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from app.access import KeyGuard
 from app.api_keys import ApiKeys
 from app.call import Call, Reply, TokenCall
+from app.dispatch_body import DISPATCHER, dispatch_body
 from app.errors import (
     BodyTooLargeError,
     MediaTypeError,
@@ -108,6 +109,7 @@ class Ingress:
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
+        app.add_api_route(DISPATCHER, self.dispatcher, methods=["GET"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=["GET"])
@@ -163,6 +165,12 @@ class Ingress:
     async def metrics(self) -> Response:
         try:
             return Response(render(await self._backend.snapshots()), headers={"content-type": CONTENT_TYPE})
+        except EyasError as error:
+            return _response(reply_for(error))
+
+    async def dispatcher(self) -> Response:
+        try:
+            return JSONResponse(dispatch_body(await self._backend.snapshots()))
         except EyasError as error:
             return _response(reply_for(error))
 

@@ -22,7 +22,7 @@ from app.bench_synthetic import SyntheticBench
 from app.cli_bench_synthetic import parse_cells, plan_of
 from app.local_model import LocalModel
 from app.prompt_file import read_chats
-from engine import EngineConfig, PrecisionConfig
+from engine import EngineConfig, PrecisionConfig, SpeculationConfig
 
 PRECISIONS = {
     "model": PrecisionConfig(),
@@ -42,6 +42,7 @@ def measure_model(options: argparse.Namespace, name: str) -> Rows:
         device="cuda",
         max_num_seqs=batch,
         enable_prefix_cache=False,
+        speculation=SpeculationConfig(mode="off"),  # requests name their trees
         precision=PRECISIONS[name],
     )
     model = LocalModel.open(sizes, str(options.model), str(options.draft))

@@ -23,7 +23,7 @@ from app.bench_trace import Span, summarise
 from app.local_model import LocalModel
 from app.prompt_file import read_chats
 from benchmarks.step_profile import print_trace
-from engine import Engine, EngineConfig, Request, SamplingParams
+from engine import Engine, EngineConfig, Request, SamplingParams, SpeculationConfig
 
 MAX_TOKENS, NUM_WARM_STEPS, NUM_STEPS, NUM_FIRST_STEPS = 128, 8, 8, 4
 
@@ -113,6 +113,7 @@ def main() -> None:
         max_num_seqs=max(batch for batch, _ in cells),
         enable_prefix_cache=False,
         max_batched_tokens=8192,
+        speculation=SpeculationConfig(mode="off"),  # requests name their trees
     )
     model = LocalModel.open(sizes, str(options.model), str(options.draft))
     prompts = [model.encode_chat(chat.first_turn) for chat in read_chats(options.prompts)]

@@ -11,6 +11,7 @@ from engine.dispatcher.explain import explain
 from engine.dispatcher.latency import LatencyTable
 from engine.dispatcher.state import DispatchState
 from engine.engine import Engine
+from engine.environment import enter_core_environment
 from engine.errors import (
     CapacityError,
     ConfigError,
@@ -77,6 +78,7 @@ __all__ = [
     "WorkPart",
     "acceptance_length",
     "chain",
+    "enter_core_environment",
     "explain",
     "predict_bytes",
     "pull",

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 
 PLAIN = "off"
 UNREACHABLE = math.inf
+_MOST_BY_CONTEXT = 0.95  # of a step's seconds: noise must not make a step without context free
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def _line(timings: Sequence[Timing], least: float, otherwise: float) -> tuple[fl
     slope = otherwise
     if spread:
         slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
-    slope = min(max(slope, least), mean_y / mean_x if mean_x else 0.0)
+    slope = min(max(slope, least), _MOST_BY_CONTEXT * mean_y / mean_x if mean_x else 0.0)
     return mean_y - slope * mean_x, slope
 
 
