@@ -25,6 +25,7 @@ from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.version import version
 from engine import CapacityError, EngineDeadError
+from ops.tracing.context import TraceContext
 
 T = TypeVar("T")
 logger = logging.getLogger("ray.serve")  # the log that Serve keeps for each replica
@@ -35,7 +36,8 @@ SERVER = "llm-server"
 MAX_ONGOING_REQUESTS = 100_000
 MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
 HEALTH_PERIOD_S = 2.0  # Serve acts on the third failure
-CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
+CONTROL_TIMEOUT_S = 10.0  # for metrics and the model card, which never wait for a decode step
+HEALTH_TIMEOUT_S = 2.0  # a probe waits no longer: Ray would look for a replica while the only one is replaced
 
 
 class LLMServerDeployment:
@@ -49,8 +51,8 @@ class LLMServerDeployment:
         self._is_ending = False
         self._server = await LLMServer.start(config, replica)
 
-    async def answer(self, call: Call, call_id: str) -> Messages:
-        async with aclosing(self._server.answer(call, call_id)) as messages:
+    async def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        async with aclosing(self._server.answer(call, call_id, trace)) as messages:
             async for message in messages:
                 yield message
 
@@ -91,8 +93,10 @@ class HandleBackend:
         self._handle = handle
         self._streams = handle.options(stream=True)
 
-    async def answer(self, call: Call, call_id: str) -> Messages:
-        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(call, call_id)
+    async def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(
+            call, call_id, trace
+        )
         try:
             async for message in response:
                 yield message
@@ -116,7 +120,7 @@ class HandleBackend:
         return snapshots
 
     async def check_health(self) -> None:
-        await _translated(self._handle.health.remote())
+        await _translated(self._handle.health.remote(), HEALTH_TIMEOUT_S)
 
 
 _RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError)
@@ -128,11 +132,11 @@ def _translate(error: Exception) -> CapacityError | EngineDeadError:
     return EngineDeadError(str(error))
 
 
-async def _translated(call: Awaitable[T]) -> T:
+async def _translated(call: Awaitable[T], timeout_s: float = CONTROL_TIMEOUT_S) -> T:
     try:
-        return await asyncio.wait_for(call, CONTROL_TIMEOUT_S)
+        return await asyncio.wait_for(call, timeout_s)
     except TimeoutError as error:
-        raise NoReplicaError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
+        raise NoReplicaError(f"no server replica answered within {timeout_s:g} s") from error
     except _RAY_ERRORS as error:
         raise _translate(error) from error
 
@@ -144,7 +148,8 @@ class IngressDeployment:
     def __init__(self, server: DeploymentHandle, config: ServerConfig) -> None:
         # Keys are read here: they must not travel with the application's arguments, which Serve logs.
         keys = load_api_keys(config.api_key_file)
-        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s)
+        traces = config.tracing.source()
+        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s, traces)
         self._ingress = Ingress(HandleBackend(server), version(), door)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

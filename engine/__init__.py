@@ -27,6 +27,7 @@ from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.precision import PrecisionConfig
 from engine.request import FinishReason, Request, SamplingParams
+from engine.runner.preflight import check_config
 from engine.runner.rates import MachineRates
 from engine.runner.synthetic import shape_of
 from engine.stats import EngineFacts, EngineStats
@@ -78,6 +79,7 @@ __all__ = [
     "WorkPart",
     "acceptance_length",
     "chain",
+    "check_config",
     "enter_core_environment",
     "explain",
     "predict_bytes",

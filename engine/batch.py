@@ -133,7 +133,8 @@ class SequenceDelta(NamedTuple):
 
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
     verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
-    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first.
+    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first. `started` is when its
+    prefill began, in seconds of this machine's monotonic clock.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class SequenceDelta(NamedTuple):
     num_accepted: int
     num_prefix_hits: int
     message: str | None = None
+    started: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ class Progress:
             sequence.num_accepted,
             sequence.num_prefix_hits,
             message,
+            sequence.started,
         )
 
     def invalidate_draft(self) -> None:
