@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from app.drafts import AUTO_DRAFT, draft_folder
 from app.version import version
-from engine import ConfigError, EngineConfig, SpeculationConfig, resolve_model
+from engine import ConfigError, EngineConfig, PrecisionConfig, SpeculationConfig, resolve_model
 from ops.tracing.context import TraceSource
 from ops.tracing.export import SpanExport, check_export, open_export
 
 DEFAULT_MODEL = "smollm2"
 
 _SPECULATION = SpeculationConfig()
+_PRECISION = PrecisionConfig()
 _ENGINE = EngineConfig(model=Path())
 
 
@@ -34,6 +35,14 @@ class SpeculationSection(_Section):
     draft_mode: Literal["greedy", "sampled"] = _SPECULATION.draft_mode
     feature_window: int = _SPECULATION.feature_window
     max_step_seconds: float | None = _SPECULATION.max_step_seconds
+
+
+class PrecisionSection(_Section):
+    """Mirrors `PrecisionConfig`."""
+
+    target: Literal["model", "fp8"] = _PRECISION.target
+    draft: Literal["model", "int4-ffn"] = _PRECISION.draft
+    cache: Literal["model", "fp8"] = _PRECISION.cache
 
 
 class EngineSection(_Section):
@@ -54,6 +63,7 @@ class EngineSection(_Section):
     seed: int = _ENGINE.seed
     hang_seconds: float = _ENGINE.hang_seconds
     speculation: SpeculationSection = SpeculationSection()
+    precision: PrecisionSection = PrecisionSection()
 
 
 class TracingSection(_Section):
@@ -197,8 +207,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _engine_config(section: EngineSection, model: Path, draft: Path | None) -> EngineConfig:
-    sizes = {name: getattr(section, name) for name in EngineSection.model_fields if name != "speculation"}
-    speculation = SpeculationConfig(
-        **{f.name: getattr(section.speculation, f.name) for f in dataclasses.fields(SpeculationConfig)}
-    )
-    return EngineConfig(model=model, draft=draft, speculation=speculation, **sizes)
+    nested = {"speculation": SpeculationConfig, "precision": PrecisionConfig}
+    sizes = {name: getattr(section, name) for name in EngineSection.model_fields if name not in nested}
+    for name, kind in nested.items():
+        mine = getattr(section, name)
+        sizes[name] = kind(**{f.name: getattr(mine, f.name) for f in dataclasses.fields(kind)})
+    return EngineConfig(model=model, draft=draft, **sizes)

@@ -10,9 +10,9 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from engine.kernels.tree_attention_plan import make_plan
 
 MODELS = {"llama-3.1-8b": (8, 4, 128), "smollm2": (3, 3, 64)}
 GRID = "1x1024,1x8192,16x1024,16x8192,64x1024,64x8192"
+OPERATORS = ("FwOp", *(f"FwOp_S{split}" for split in (1, 2, 4, 8, 16, 32)))
 L2_BYTES = 60 * 2**20
 DEVICE = torch.device("cuda")
 
@@ -180,7 +181,9 @@ def ceiling(shape: Shape, pages: Pages, repeats: int) -> float:
     return best
 
 
-def xformers_calls(problem: Problem) -> Iterator[tuple[str, list[Callable[[], object]]]]:
+def xformers_calls(
+    problem: Problem, names: Sequence[str]
+) -> Iterator[tuple[str, list[Callable[[], object]]]]:
     """Yield (ops, calls) of xformers' tree attention, each over contiguous K/V of the same size."""
     from xformers.ops import tree_attention as tree
     from xformers.ops.fmha import triton_splitk
@@ -204,9 +207,7 @@ def xformers_calls(problem: Problem) -> Iterator[tuple[str, list[Callable[[], ob
         [grouped(x[i * size : (i + 1) * size].view(rows, context, heads, dim)) for x in problem.pages.flat]
         for i in range(len(problem.tables))
     ]
-    splits = [None, *(1, 2, 4, 8, 16, 32)]
-    for split in splits:
-        name = "FwOp" if split is None else f"FwOp_S{split}"
+    for name in names:
         prefix_op = getattr(triton_splitk, name, None)
         if prefix_op is None:
             continue
@@ -219,11 +220,11 @@ def xformers_calls(problem: Problem) -> Iterator[tuple[str, list[Callable[[], ob
         yield name, [call(pair) for pair in sets]
 
 
-def time_xformers(problem: Problem, repeats: int) -> tuple[float, str] | None:
+def time_xformers(problem: Problem, names: Sequence[str], repeats: int) -> tuple[float, str] | None:
     """Return (microseconds, ops) of the fastest choice of ops, None where none runs."""
     best: tuple[float, str] | None = None
     try:
-        for name, calls in xformers_calls(problem):
+        for name, calls in xformers_calls(problem, names):
             try:
                 found = measure(repeated(calls, problem.shape), repeats), name
             except Exception as error:  # a hole in the table, whatever the library raises
@@ -309,7 +310,7 @@ def run_point(problem: Problem, options: argparse.Namespace) -> dict[str, object
     found["config"] = asdict(config)
     other = None
     if options.xformers and time.monotonic() < options.deadline:
-        other = time_xformers(problem, options.repeats)
+        other = time_xformers(problem, options.operators.get(shape, OPERATORS), options.repeats)
     line = f"{shape.batch:4d} x {shape.context:5d}  T={shape.num_nodes:2d}  {own:8.1f} us  read {read:7.1f}  "
     line += f"{100 * read / own:5.1f}%  {shape.kv_bytes / own / 1e6:5.2f} TB/s  plan {plan:4.1f}"
     if other is not None:
@@ -338,6 +339,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--by-head", action="store_true", help="pages as [num_blocks, Hkv, block_size, D]")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--xformers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--operators-of", type=Path, help="an earlier result: of xformers, only what was best there"
+    )
     parser.add_argument("--seconds", type=float, default=130, help="no xformers point starts later")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--top", type=int, default=5)
@@ -351,6 +355,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--idle", type=numbers, default=[55], help="percent of time of a unit alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.operators = {}
+    if options.operators_of is not None:
+        names = [field.name for field in fields(Shape)]
+        for point in json.loads(options.operators_of.read_text())["points"]:
+            options.operators[Shape(*(point[name] for name in names))] = (point["xformers_op"],)
     options.deadline = time.monotonic() + options.seconds
     return options
 

@@ -29,6 +29,7 @@ from engine.guidance import Grammar
 from engine.logprobs import TokenLogprob, WantedLogprobs
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
+from engine.precision import PrecisionConfig
 from engine.request import FinishReason, Request, SamplingParams
 from engine.runner.preflight import check_config
 from engine.runner.rates import MachineRates
@@ -71,6 +72,7 @@ __all__ = [
     "ModelConfig",
     "ModelLoadError",
     "NearTies",
+    "PrecisionConfig",
     "Profile",
     "Request",
     "RequestError",

@@ -4,6 +4,7 @@ Device tensors are built from it in `runner` only.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.logprobs import Logprobs
 from engine.request import FinishReason, SamplingParams
@@ -57,8 +58,7 @@ class PrefillChunk:
     store_from: int
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """One sequence decodes in this step over `topology`. `kind` and `sequence_idx` tell the dispatcher which
     rows are alike and which are the same.
     """
@@ -101,8 +101,7 @@ class StepPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
     `is_finite` is False where the logits were not finite, for the `reason` or by the target's fault: the
@@ -135,8 +134,7 @@ class StepResult:
     chunk_logprobs: tuple[tuple[int, Logprobs], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceDelta:
+class SequenceDelta(NamedTuple):
     """What one sequence gained in a step: the new tokens, and how it ended if it did.
 
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts

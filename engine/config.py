@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from engine.errors import ConfigError
+from engine.precision import PrecisionConfig
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DraftMode = Literal["greedy", "sampled"]
@@ -15,7 +16,7 @@ TreeTable = tuple[tuple[int, str], ...]
 
 # What pays, as measured: on a CPU a step of several rows is bound by its products, on an H200 hardly.
 CPU_TABLE: TreeTable = ((1, "tree-8"), (2, "chain-3"), (4, "chain-2"))
-CUDA_TABLE: TreeTable = ((16, "tree-8"), (64, "chain-3"))
+CUDA_TABLE: TreeTable = ((16, "tree-8"), (256, "chain-3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +79,21 @@ class EngineConfig:
     seed: int = 0
     hang_seconds: float = 120.0
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("block_size", "num_blocks", "max_batched_tokens", "max_model_len", "num_threads"):
+        tokens = ("max_model_len", "max_batched_tokens", "block_size")
+        for name in ("max_num_seqs", "max_num_waiting", *tokens, "num_blocks", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1 or unset, found {value}")
+                raise ConfigError(f"{name} must be at least 1, found {value}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, found {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"device must be auto, cpu or cuda, found {self.device!r}")
-        if not self.hang_seconds > 0:
-            raise ConfigError(f"hang_seconds must be positive, found {self.hang_seconds}")
-        if self.memory_gib <= 0:
-            raise ConfigError(f"memory_gib must be positive, found {self.memory_gib}")
+        for name in ("hang_seconds", "memory_gib"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
 
     def device_sizes(self, is_cuda: bool) -> "DeviceSizes":
         """Return what is asked for, else what suits the device: a GPU reads pages in tiles of 64 positions

@@ -6,7 +6,6 @@ It speaks token ids only; text, HTTP and processes are left to its callers.
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
 from engine.batch import Load, SequenceDelta, StepPlan
@@ -15,10 +14,11 @@ from engine.counters import Counters
 from engine.dispatcher.dispatcher import Dispatcher
 from engine.dispatcher.latency import LatencyTable
 from engine.draft_swap import DraftSwap
-from engine.errors import AdmissionError, RequestError
+from engine.errors import AdmissionError
 from engine.kvcache.kv_cache import KVCache
 from engine.policy import build_policy
-from engine.request import MAX_STOP_TOKENS, FinishReason, Request, SamplingParams, Sequence
+from engine.request import FinishReason, Request, Sequence
+from engine.request_check import check_request
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
 from engine.runner.worker import Worker, build_worker
@@ -95,10 +95,7 @@ class Engine:
         """Queue a request. Raises `RequestError` where it can never be served, `CapacityError` where not
         now.
         """
-        self._check_token_ids(request.prompt_token_ids, "prompt")
-        self._check_token_ids(request.sampling.stop_token_ids, "stop_token_ids")
-        self._check_token_ids([token_id for token_id, _ in request.sampling.logit_bias], "logit_bias")
-        self._check_stops(request.sampling)
+        check_request(request, self.facts)
         self._runner.guides.check(request.sampling)
         seed = request.sampling.seed
         if seed is None:
@@ -142,28 +139,6 @@ class Engine:
         self._dispatcher.switch(mode)
         self.drafts.forgive()
         logger.info("speculation switched mode=%s", mode)
-
-    def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:
-        """Refuse ids that the model lacks: on the device they would end the step of every request."""
-        if not set(map(type, token_ids)) <= {int}:
-            raise RequestError(f"{parameter} token ids must be integers", parameter)
-        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
-            if not 0 <= token_id < self.facts.vocab_size:
-                raise RequestError(
-                    f"{parameter} token ids must lie in 0..{self.facts.vocab_size - 1}, found {token_id}",
-                    parameter,
-                )
-
-    def _check_stops(self, sampling: SamplingParams) -> None:
-        """Refuse more stop tokens to hold back than a row of the device holds: the model's count as well."""
-        eos = () if sampling.ignore_eos else self.facts.eos_token_ids
-        num_stops = len({*sampling.stop_token_ids, *eos})
-        if sampling.min_tokens and num_stops > MAX_STOP_TOKENS:
-            raise RequestError(
-                f"min_tokens takes at most {MAX_STOP_TOKENS} stop tokens, found {num_stops} with the model's"
-                f" own {len(eos)}: leave out min_tokens or some of stop_token_ids",
-                "stop_token_ids",
-            )
 
     def _launch(self, plan: StepPlan, load: Load) -> tuple[_InFlight | None, list[SequenceDelta]]:
         """Launch a step without the sequences that cannot take their slots, and return how those end."""

@@ -4,14 +4,14 @@ What follows from it is left to them.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.batch import NUM_RANKS, DecodeRow, Load, RowResult, StepPlan, StepResult
 from engine.row_kind import ANY_KIND, RowKind
 from engine.tree.topology import TreeTopology
 
 
-@dataclass(frozen=True, slots=True)
-class RowStats:
+class RowStats(NamedTuple):
     """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them, and
     `path_ranks` are their ranks from the root down. `next_rank` and `num_ranks` are those of `RowResult`;
     `kind` and `sequence_idx` are those of `DecodeRow`.

@@ -174,5 +174,5 @@ def predict_bytes(model: ModelConfig, config: EngineConfig, num_blocks: int, num
     num_kept = target_sizes(model, dtype.itemsize).num_kept + head_sizes(draft, dtype.itemsize).num_kept
     assert config.block_size is not None, "a synthetic engine states its block size"
     pages = num_blocks * bytes_per_block(config.block_size, model, draft, dtype)
-    logits = config.max_num_seqs * num_nodes * model.vocab_size * dtype.itemsize
+    logits = config.max_num_seqs * num_nodes * model.vocab_size * torch.float32.itemsize
     return num_kept * dtype.itemsize + pages + _NUM_LOGIT_COPIES * logits + _WORKSPACE_BYTES

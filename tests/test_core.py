@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from engine import request_check
 from engine.core import Core
 from engine.errors import RequestError, StepError
 from engine.messages import Add, AskStats, Deltas, Refused, Shutdown, Switch
@@ -53,7 +54,7 @@ def test_an_add_that_raises_refuses_its_request_alone(monkeypatch, caplog, broke
     asked = [request_of(f"r{idx}", prompt, 100 + idx) for idx, prompt in enumerate(prompts(3))]
     expected = run(build_engine(TARGET, None, EngineShape()), asked)
     engine = build_engine(TARGET, None, EngineShape())
-    check = getattr(engine, broken)
+    check = getattr(request_check, broken)
     num_calls = []
 
     def check_or_raise(*arguments):
@@ -62,7 +63,7 @@ def test_an_add_that_raises_refuses_its_request_alone(monkeypatch, caplog, broke
             raise ZeroDivisionError("a check divided by zero")
         return check(*arguments)
 
-    monkeypatch.setattr(engine, broken, check_or_raise)
+    monkeypatch.setattr(request_check, broken, check_or_raise)
     with running_core(engine) as connection:
         for request in asked:
             connection.send(Add(request))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.decoder import Attend, DecoderLayer, LayerShape
-from engine.layers.linear import PackedLinear, pack_linears
+from engine.layers.linear import PackedLinear, WideLinear, pack_linears
 from engine.layers.norm import RMSNorm
 from engine.layers.ops import LayerOps, TorchOps
 from engine.layers.rotary import Rotary
@@ -61,7 +61,7 @@ class LlamaForCausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.packed_head: PackedLinear | None = None
+        self.fast_head: PackedLinear | WideLinear | None = None
         self.ops: LayerOps = TorchOps()
         self.to(dtype)
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, num_positions, dtype)
@@ -98,10 +98,10 @@ class LlamaForCausalLM(nn.Module):
         too.
         """
         pack_linears(self.layers)
-        self.packed_head = PackedLinear(self.head_weight)
+        self.fast_head = PackedLinear(self.head_weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [..., V] in the model's dtype for hidden [..., H]."""
-        if self.packed_head is not None:
-            return self.packed_head.forward(hidden)
+        """Return [..., V] in the model's dtype, or a GPU's in float32, for hidden [..., H]."""
+        if self.fast_head is not None:
+            return self.fast_head.forward(hidden)
         return F.linear(hidden, self.head_weight)

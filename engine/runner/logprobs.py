@@ -70,7 +70,7 @@ class StepLogprobs:
             row = joined[row_idx]
             # A row may emit less than the deepest tree of the step: positions behind that mean nothing.
             logprobs = self.rows.entries(place)[: len(row.token_ids)]
-            joined[row_idx] = dataclasses.replace(row, logprobs=logprobs)
+            joined[row_idx] = row._replace(logprobs=logprobs)
         return tuple(joined)
 
     def of_chunks(self) -> tuple[tuple[int, Logprobs], ...]:

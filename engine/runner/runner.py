@@ -44,6 +44,7 @@ class RunnerShape:
     table_width: int
     feature_window: int
     draft_mode: DraftMode
+    kv_dtype: torch.dtype
 
 
 class ModelRunner:
@@ -65,7 +66,7 @@ class ModelRunner:
         self.device, dtype = weight.device, weight.dtype
         self._target, self._backend, self._shape = target, backend, shape
         self._eos_token_ids = eos_token_ids
-        kv_shape = (config.num_kv_heads, config.head_dim, dtype, self.device)
+        kv_shape = (config.num_kv_heads, config.head_dim, shape.kv_dtype, self.device)
         self._pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
         self._state = SlotState(
             num_slots=shape.max_num_seqs + 1,

@@ -158,7 +158,8 @@ def fill_pages(pool: KVPool, seed: int = 2) -> None:
     """Write standard normal K and V into every page, as if any context had been cached there."""
     generator = torch.Generator(pool.k.device).manual_seed(seed)
     for pages in (*pool.k, *pool.v):
-        pages.normal_(generator=generator)
+        # Half-precision numbers first: float8 pages know no random ones.
+        pages.copy_(torch.randn(pages.shape, generator=generator, dtype=torch.bfloat16, device=pages.device))
 
 
 @functools.cache

@@ -23,9 +23,11 @@ from engine.grammar.backend import open_backend
 from engine.grammar.vocabulary import ModelTokens
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
-from engine.layers.linear import can_pack
+from engine.layers.linear import WideLinear, can_pack
+from engine.layers.quantize import quantize
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
+from engine.precision import PrecisionConfig
 from engine.runner.calibrate import choose_device, choose_dtype, choose_num_threads
 from engine.runner.memory import plan_num_blocks
 from engine.runner.runner import ModelRunner, RunnerShape
@@ -107,15 +109,12 @@ def wire_worker(
     """
     model, weight = target.config, target.embed_tokens.weight
     device, dtype = weight.device, weight.dtype
-    if can_pack(device, dtype):
-        target.pack()
-        if head is not None:
-            head.pack()
-    if device.type == "cuda":
-        _use_kernels(target, head, device)
+    prepare_networks(config.precision, target, head)
     sizes = config.device_sizes(device.type == "cuda")
     max_model_len = _choose_max_model_len(config, model)
-    num_blocks = plan_num_blocks(config, model, head.config if head else None, dtype, device)
+    backend = create_backend(config.attention_backend, device)
+    kv_dtype = _choose_kv_dtype(config.precision, dtype, backend)
+    num_blocks = plan_num_blocks(config, model, head.config if head else None, kv_dtype, device)
     shape = RunnerShape(
         max_num_seqs=config.max_num_seqs,
         num_blocks=num_blocks,
@@ -123,8 +122,8 @@ def wire_worker(
         table_width=block_table_width(max_model_len, library.max_depth, sizes.block_size),
         feature_window=config.speculation.feature_window,
         draft_mode=config.speculation.draft_mode,
+        kv_dtype=kv_dtype,
     )
-    backend = create_backend(config.attention_backend, device)
     drafter = None if head is None else create_drafter(head, backend, shape)
     tokens = ModelTokens(Path(origin.model_folder), model.vocab_size, model.eos_token_ids)
     parts = (verify or choose_verify(device), choose_slot_ops(device), partial(open_backend, tokens))
@@ -151,6 +150,41 @@ def wire_worker(
             trees=(*library.names, *(f"chain-{depth}" for depth in range(1, library.max_depth + 1))),
         ),
     )
+
+
+def prepare_networks(precision: PrecisionConfig, target: LlamaForCausalLM, head: DraftNetwork | None) -> None:
+    """Put the weights that `precision` names into fewer bits, and all where the kernels of this device want
+    them; there is no way back. Raises `ConfigError` for sizes that have no kernels.
+    """
+    weight = target.embed_tokens.weight
+    device = weight.device
+    if precision.target == "fp8":
+        if device.type == "cuda":
+            from engine.kernels.quantize import quantize_rows
+
+            quantize(target.layers, "fp8", partial(quantize_rows, overlap=_can_overlap(device)))
+        else:
+            quantize(target.layers, "fp8")
+    if precision.draft == "int4-ffn" and head is not None:
+        quantize(head.layers, "int4-ffn")
+    if can_pack(device, weight.dtype):
+        target.pack()
+        if head is not None:
+            head.pack()
+    if device.type == "cuda":
+        use_kernels(target, head, device)
+
+
+def _choose_kv_dtype(
+    precision: PrecisionConfig, dtype: torch.dtype, backend: AttentionBackend
+) -> torch.dtype:
+    if precision.cache == "model":
+        return dtype
+    if backend.name != "triton":
+        raise ConfigError(
+            f"precision.cache fp8 needs attention_backend triton on a GPU, found {backend.name}"
+        )
+    return torch.float8_e4m3fn
 
 
 def choose_verify(device: torch.device) -> Verify:
@@ -180,12 +214,14 @@ def choose_draft_ops(device: torch.device) -> DraftOps:
     return TritonDraftOps(overlap=_can_overlap(device))
 
 
-def _use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: torch.device) -> None:
+def use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: torch.device) -> None:
     """Run the networks on fused kernels."""
     from engine.layers.triton_ops import TritonOps
 
     ops = TritonOps(overlap=_can_overlap(device))
     target.use(ops)
+    if target.head_weight.dtype.itemsize == 2:
+        target.fast_head = WideLinear(target.head_weight)
     if head is not None:
         head.use(ops)
 
@@ -252,7 +288,7 @@ def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrar
 def create_drafter(head: DraftNetwork, backend: AttentionBackend, shape: RunnerShape) -> GuardedDrafter:
     """Return a drafter for `head` with its own pages, on the head's device; another head may follow it."""
     config, weight = head.config, head.embed_rows
-    kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+    kv_shape = (config.num_kv_heads, config.head_dim, shape.kv_dtype, weight.device)
     pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
     ops = choose_draft_ops(weight.device)
 

@@ -32,6 +32,13 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert config.engine.speculation.mode == "off"
 
 
+def test_the_precision_of_the_file_reaches_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    path = write(tmp_path, f"model: {tmp_path}\nengine:\n  precision:\n    cache: fp8\n    draft: int4-ffn\n")
+    found = load_config(path, {}).engine_config().precision
+    assert (found.target, found.draft, found.cache) == ("model", "int4-ffn", "fp8")
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

@@ -10,15 +10,15 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         (
-            "errors < config < logprobs < guidance < request < row_kind < tree < batch < step_stats"
-            " < draft_guide < speculation < step_rows"
+            "errors < precision < config < logprobs < guidance < request < row_kind < tree < batch"
+            " < step_stats < draft_guide < speculation < step_rows"
         ),
     ),
     (
         "parallel",
         "kernels",
         "draft_restart",
-        "draft_status < dispatch_stats < stats",
+        "draft_status < dispatch_stats < stats < request_check",
         "tap",
         "detokenizer",
         "environment",

@@ -155,10 +155,7 @@ class ShufflingRunner(ModelRunner):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         generator = random.Random(plan.step_idx)
-        rows = tuple(
-            dataclasses.replace(row, topology=_random_tree(generator, row.topology.depth))
-            for row in plan.rows
-        )
+        rows = tuple(row._replace(topology=_random_tree(generator, row.topology.depth)) for row in plan.rows)
         ShufflingRunner.num_topologies += len({row.topology for row in rows})
         return super().launch(dataclasses.replace(plan, rows=rows))
 

@@ -132,6 +132,7 @@ def runner_shape(shape: EngineShape, max_depth: int) -> RunnerShape:
         table_width=block_table_width(MAX_LEN, max_depth, shape.block_size),
         feature_window=shape.feature_window,
         draft_mode=shape.draft_mode,
+        kv_dtype=torch.float32,
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from app.bench_cells import Cell, Effort, measure_cell
+from engine.precision import PrecisionConfig
 from engine.request import Request, SamplingParams
 from engine.runner.rates import MachineRates
 from engine.synthetic import SyntheticEngine, SyntheticWeights
@@ -22,8 +23,7 @@ MODEL = dataclasses.replace(TINY, vocab_size=4096, hidden_size=256, intermediate
 BATCH, CONTEXT = 24, 256
 
 
-@pytest.fixture(scope="module")
-def bench():
+def make_bench(**changes):
     config = engine_config(
         device="cuda",
         dtype="bfloat16",
@@ -33,15 +33,32 @@ def bench():
         max_num_waiting=BATCH,
         max_batched_tokens=1024,
         max_model_len=1024,
+        **changes,
     )
     weights = SyntheticWeights.create("tiny", MODEL, config)
     return SyntheticEngine(config, weights, DEFAULT_PROFILE, [(8, 4), (16, 5)])
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return make_bench()
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("tree", ["off", "chain-3", "tree-16"])
 def test_tokens_per_call_are_those_of_the_profile(bench, tree, temperature, is_captured):
+    check_profile(bench, tree, temperature, is_captured)
+
+
+@pytest.mark.parametrize("part", [{"target": "fp8"}, {"draft": "int4-ffn"}, {"cache": "fp8"}], ids=str)
+def test_so_they_are_in_few_bits(part):
+    bench = make_bench(precision=PrecisionConfig(**part))
+    for tree in ("off", "tree-16"):
+        check_profile(bench, tree, 0.0, is_captured=True)
+
+
+def check_profile(bench, tree, temperature, is_captured):
     if is_captured:
         bench.engine.capture(tree, BATCH)
     prompts = bench.random_prompts(BATCH, CONTEXT)

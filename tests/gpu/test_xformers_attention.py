@@ -61,9 +61,8 @@ def test_no_pages_and_a_wider_suffix():
 def test_chunks_of_prompts():
     chunks = make_chunks(block_size=64, head_dim=64, dtype=torch.bfloat16)
     layout = chunks.layout
-    moved = replace(
-        layout, **{n: getattr(layout, n).cuda() for n in ("block_tables", "cu_seqlens", "starts")}
-    )
+    names = ("block_tables", "cu_seqlens", "starts", "window_starts")
+    moved = replace(layout, **{name: getattr(layout, name).cuda() for name in names})
     found = XformersAttention().bind_prefill(moved, 64)(*(x.cuda() for x in chunks.tensors))
     expected = solve_chunks(chunks)
     assert ((found.cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)).max() <= 1e-2
