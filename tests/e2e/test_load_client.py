@@ -20,7 +20,8 @@ import pytest
 from loadtest.prompts import CLASSES, Prompt, cycle
 from loadtest.record import read_records
 from loadtest.self_check import run_locust
-from tests.e2e.test_serve import START_SECONDS, free_port
+from tests.app.harness import free_port
+from tests.e2e.server import START_SECONDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -217,6 +217,7 @@ async def test_tokens_and_statistics_come_through_serve(server: Server) -> None:
         called = await client.post("/v1/chat/completions", json=chat)
         api = (await client.get("/openapi.json")).json()
         body = stream_body(3, prompt="Hello", echo=True, speculation_stats=True, stream=False)
+        body["speculation"] = "tree-8"  # a random draft would soon be left alone
         answer = (await client.post("/v1/completions", json=body | {"stream_options": None})).json()
     assert (tokens["count"], text) == (5, {"prompt": "Hello"})
     assert called.status_code == 200, called.text

@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.app.harness import free_port
 from tests.app.tiny_model import write_random_draft, write_random_model
-from tests.e2e.test_serve import START_SECONDS, free_port
+from tests.e2e.server import START_SECONDS
 from tests.ops.otlp_receiver import RECEIVERS, attributes_of
 
 pytestmark = pytest.mark.e2e
