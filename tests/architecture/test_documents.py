@@ -19,6 +19,7 @@ DOCUMENTS = (
     "docs/architecture.md",
     "docs/lab-notes.md",
     "docs/training.md",
+    "docs/deploy.md",
 )
 
 
