@@ -7,6 +7,7 @@ from engine.async_engine import AsyncEngine
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig, SpeculationConfig
 from engine.detokenizer import IncrementalDetokenizer
+from engine.draft.inspect import DraftFacts, inspect_draft
 from engine.engine import Engine
 from engine.errors import (
     CapacityError,
@@ -30,6 +31,7 @@ from engine.synthetic import SyntheticEngine, SyntheticWeights, WorkPart, predic
 from engine.tree.profile import MeasuredProfile, scale_profile
 from engine.tree.search import Profile
 from engine.tree.topology import chain
+from engine.weights.cache import cache_folder
 from engine.weights.pull import pull
 from engine.weights.source import resolve_model
 
@@ -38,6 +40,7 @@ __all__ = [
     "AsyncEngine",
     "CapacityError",
     "ConfigError",
+    "DraftFacts",
     "DraftMismatchError",
     "Engine",
     "EngineConfig",
@@ -64,7 +67,9 @@ __all__ = [
     "SyntheticWeights",
     "TrainingError",
     "WorkPart",
+    "cache_folder",
     "chain",
+    "inspect_draft",
     "predict_bytes",
     "pull",
     "resolve_model",
