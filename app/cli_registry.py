@@ -17,7 +17,7 @@ ID_LENGTH = 12  # of the 64 digits: enough to name a draft
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Run one of the commands."""
-    registry = Registry(options.registry or str(cache_folder() / "drafts"))
+    registry = Registry(options.registry or str(cache_folder() / "registry"))
     if options.action == "list":
         out.write(table(registry.entries()))
     elif options.action == "gc":

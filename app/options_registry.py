@@ -30,6 +30,6 @@ def _action(actions: Commands, name: str, text: str) -> argparse.ArgumentParser:
     action = actions.add_parser(name, help=text)
     action.set_defaults(module="app.cli_registry")
     action.add_argument(
-        "--registry", metavar="URL", help="a folder or an fsspec URL (default: drafts in the cache)"
+        "--registry", metavar="URL", help="a folder or an fsspec URL (default: registry in the cache)"
     )
     return action
