@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add_train(commands)
     add_draft(commands)
     add_rollout(commands)
+    _add_trees(commands)
     return parser
 
 
@@ -157,6 +158,29 @@ class _Synthetic(argparse.Action):
         del parser, option_string
         setattr(namespace, self.dest, values)
         namespace.module = "app.cli_bench_synthetic"
+
+
+def _add_trees(commands: Commands) -> None:
+    trees = commands.add_parser("trees", help="search, draw and compare draft trees; explain a choice")
+    trees.set_defaults(module="app.cli_trees")
+    kinds = trees.add_subparsers(required=True, metavar="WHAT", dest="what")
+    search = kinds.add_parser("search", help="the best trees for an acceptance profile")
+    search.add_argument("--nodes", type=positive_list, default=(8, 16, 32, 64), metavar="N,N")
+    search.add_argument("--depth", type=positive, default=7, metavar="N", help="most levels of drafts")
+    search.add_argument("--out", type=Path, metavar="FILE", help="write them as a draft's trees.json")
+    show = kinds.add_parser("show", help="draw trees with the chance that each node is accepted")
+    show.add_argument("names", nargs="*", metavar="TREE", help="all trees of the draft by default")
+    compare = kinds.add_parser("compare", help="tokens per call, and per second where steps were timed")
+    compare.add_argument("names", nargs="*", metavar="TREE", help="all trees of the draft by default")
+    compare.add_argument("--latency", type=Path, metavar="FILE", help="a latency table as JSON")
+    compare.add_argument("--context", type=positive, default=512, metavar="N", help="cached tokens of a row")
+    for kind in (search, show, compare):
+        add_model(kind)
+        kind.add_argument(
+            "--profile", type=Path, metavar="FILE", help="acceptance instead of the draft's own"
+        )
+    explain = kinds.add_parser("explain", help="why the dispatcher chose its tree")
+    explain.add_argument("state", metavar="FILE", help="a dispatcher's state as JSON; - reads it from a pipe")
 
 
 def _token_counts(text: str) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from app.api_keys import load_api_keys
 from app.chat import ChatTemplate
 from app.config import ServerConfig, load_config
 from app.proxy import CALLBACK, CALLBACK_VARIABLE
-from app.replica_watch import ReplicaWatch
+from app.replica_watch import ReplicaWatch, ScaledReplicaWatch, Watch
 from app.tokenizer import Tokenizer
 from engine import ConfigError, EngineConfig, EyasError, ModelLoadError
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             out.write(effective_configuration(config, engine_config))
             out.write(f"serving {config.name} at http://{config.host}:{config.port}/v1\n")
             out.flush()
-            _watch(ReplicaWatch(config.num_replicas, log_folder))
+            _watch(_watch_of(config, log_folder))
     except KeyboardInterrupt:
         return 0
     return 0
@@ -123,7 +123,7 @@ def _ray(config: ServerConfig) -> Iterator[str]:
 
     context = ray.init(
         address="local",
-        num_cpus=config.num_replicas,
+        num_cpus=config.autoscaling.max_replicas or config.num_replicas,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
@@ -158,7 +158,13 @@ def _application(config: ServerConfig) -> Iterator[None]:
         serve.delete(APPLICATION)  # the rest of Serve ends with its Ray
 
 
-def _watch(watch: ReplicaWatch) -> None:
+def _watch_of(config: ServerConfig, log_folder: str) -> Watch:
+    if config.autoscaling.max_replicas is not None:
+        return ScaledReplicaWatch(config.autoscaling.min_replicas)
+    return ReplicaWatch(config.num_replicas, log_folder)
+
+
+def _watch(watch: Watch) -> None:
     """Tell of replicas that fail and come back, until a signal ends it."""
     from ray import serve
 

@@ -30,6 +30,7 @@ class SpeculationSection(_Section):
     table: tuple[tuple[int, str], ...] | None = _SPECULATION.table
     draft_mode: Literal["greedy", "sampled"] = _SPECULATION.draft_mode
     feature_window: int = _SPECULATION.feature_window
+    max_step_seconds: float | None = _SPECULATION.max_step_seconds
 
 
 class EngineSection(_Section):
@@ -52,11 +53,36 @@ class EngineSection(_Section):
     speculation: SpeculationSection = SpeculationSection()
 
 
+class AutoscalingSection(_Section):
+    """Replicas between `min_replicas` and `max_replicas`; without the latter there are `num_replicas`.
+
+    `time_per_token_s` is the objective that a replica's capacity is counted by, also for routing. The other
+    keys are those of `autoscaling.ScalingRule`.
+    """
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1)
+    time_per_token_s: float = Field(default=0.05, gt=0)
+    up_use: float = Field(default=0.85, gt=0, le=1)
+    down_use: float = Field(default=0.6, gt=0, le=1)
+    max_waiting_tokens: float = Field(default=8192.0, gt=0)
+    downscale_after_s: float = Field(default=300.0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas must be at least min_replicas, {self.min_replicas}")
+        if self.down_use >= self.up_use:
+            raise ValueError(f"down_use must be below up_use, {self.up_use}")
+        return self
+
+
 class ServerConfig(_Section):
     """One server. `draft` is a folder, "auto" (the one shipped for the model, if any) or "none".
 
-    `num_gpus` is what Ray reserves per replica. `api_key_file` is read where the ingress runs, and
-    `cors_origins` are the web pages whose scripts may call ("*" for all).
+    `num_gpus` is what Ray reserves per replica. `routing` sends a call to the replica that knows most of its
+    prompt, load considered, or with "queue" to the shorter of two queues. `api_key_file` is read where the
+    ingress runs, and `cors_origins` are the web pages whose scripts may call ("*" for all).
     `max_prompt_tokens` bounds a prompt below the context, `max_concurrent_calls` the calls in flight on one
     replica; more are answered 429. A stream without a first token gets a comment every `keep_alive_s`.
     `drain_timeout_s` bounds how long a stopping replica waits for its streams: set it to the longest answer.
@@ -75,6 +101,8 @@ class ServerConfig(_Section):
     keep_alive_s: float = Field(default=15.0, gt=0)
     num_replicas: int = Field(default=1, ge=1)
     num_gpus: float = Field(default=0, ge=0)
+    routing: Literal["prefix", "queue"] = "prefix"
+    autoscaling: AutoscalingSection = AutoscalingSection()
     drain_timeout_s: float = Field(default=600.0, ge=0)
     engine: EngineSection = EngineSection()
 

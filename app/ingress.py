@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.access import KeyGuard
+from app.admin import status_body
 from app.api_keys import ApiKeys
 from app.call import Call, Reply, TokenCall
 from app.errors import (
@@ -80,10 +81,13 @@ class FrontDoor:
 class Ingress:
     """The endpoints of one backend."""
 
-    def __init__(self, backend: Backend, version: str, door: FrontDoor) -> None:
+    def __init__(
+        self, backend: Backend, version: str, door: FrontDoor, configuration: dict[str, Any] | None = None
+    ) -> None:
         self._backend = backend
         self._version = version
         self._door = door
+        self._configuration = configuration or {}
 
     def build(self) -> FastAPI:
         """Return the ASGI application."""
@@ -118,6 +122,7 @@ class Ingress:
         app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_api_route("/admin/status", self.status, methods=["GET"])
         return app
 
     async def chat(self, request: Request) -> Response:
@@ -163,6 +168,12 @@ class Ingress:
     async def metrics(self) -> Response:
         try:
             return Response(render(await self._backend.snapshots()), headers={"content-type": CONTENT_TYPE})
+        except EyasError as error:
+            return _response(reply_for(error))
+
+    async def status(self) -> Response:
+        try:
+            return JSONResponse(status_body(await self._backend.snapshots(), self._configuration))
         except EyasError as error:
             return _response(reply_for(error))
 

@@ -7,12 +7,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
@@ -22,7 +23,8 @@ from app.config import ServerConfig
 from app.errors import NoReplicaError
 from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
-from app.server import LLMServer, ModelCard
+from app.replica import Replica
+from app.server import ModelCard
 from app.version import version
 from engine import CapacityError, EngineDeadError
 
@@ -35,19 +37,33 @@ SERVER = "llm-server"
 MAX_ONGOING_REQUESTS = 100_000
 MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
 HEALTH_PERIOD_S = 2.0  # Serve acts on the third failure
+LOOK_BACK_S = 10.0  # over which figures are averaged
+ROUTING_PERIOD_S = 2.0  # a request is routed by figures of this age at most
 CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
 
 
 class LLMServerDeployment:
-    """One replica: an `LLMServer` with the life that Serve gives it."""
+    """A `Replica` with the life that Serve gives it."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         for handler in logger.handlers:  # our own words belong into the same file
             logging.getLogger("engine").addHandler(handler)
             logging.getLogger("app").addHandler(handler)
-        replica = serve.get_replica_context().replica_tag
         self._is_ending = False
-        self._server = await LLMServer.start(config, replica)
+        self._replica = await Replica.start(config, serve.get_replica_context().replica_tag)
+        self._server = self._replica.server
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Take Serve's `user_config`: at once, and whatever it is. A raise would end this replica."""
+        self._replica.live.apply(user_config)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Answer Serve's controller, for `autoscaling.ReplicaPolicy`."""
+        return await self._replica.scaling_figures()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Answer Serve's controller, for `request_router.PrefixLoadRouter`."""
+        return await self._replica.routing_figures()
 
     async def answer(self, call: Call, call_id: str) -> Messages:
         async with aclosing(self._server.answer(call, call_id)) as messages:
@@ -61,7 +77,7 @@ class LLMServerDeployment:
         return self._server.card()
 
     async def snapshot(self) -> ReplicaSnapshot:
-        return await self._server.snapshot()
+        return await self._replica.snapshot()
 
     async def health(self) -> None:
         """Answer clients that ask; raises `EngineDeadError`."""
@@ -76,12 +92,12 @@ class LLMServerDeployment:
                 self._is_ending = True
                 logger.error("replica ends cause=%r", str(error))
             # Serve waits for open streams, and those of a core that hangs would never end.
-            await self._server.shutdown()
+            await self._replica.shutdown()
             raise
 
     async def __del__(self) -> None:
-        if hasattr(self, "_server"):
-            await self._server.shutdown()
+        if hasattr(self, "_replica"):
+            await self._replica.shutdown()
 
 
 class HandleBackend:
@@ -145,7 +161,7 @@ class IngressDeployment:
         # Keys are read here: they must not travel with the application's arguments, which Serve logs.
         keys = load_api_keys(config.api_key_file)
         door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s)
-        self._ingress = Ingress(HandleBackend(server), version(), door)
+        self._ingress = Ingress(HandleBackend(server), version(), door, config.model_dump(mode="json"))
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return self._ingress.build()
@@ -156,13 +172,14 @@ def build(args: ServerConfig) -> Application:
     server = serve.deployment(
         LLMServerDeployment,
         name=SERVER,
-        num_replicas=args.num_replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=1.0,
         health_check_period_s=HEALTH_PERIOD_S,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
+        request_router_config=router_config(args),
         ray_actor_options={"num_cpus": 1, "num_gpus": args.num_gpus},
+        **scale_options(args),
     )
     ingress = serve.deployment(
         IngressDeployment,
@@ -173,3 +190,34 @@ def build(args: ServerConfig) -> Application:
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(server.bind(args), args)
+
+
+def scale_options(args: ServerConfig) -> dict[str, Any]:
+    """Return how many replicas Serve shall run: a number, or bounds and our policy."""
+    scaling = args.autoscaling
+    if scaling.max_replicas is None:
+        return {"num_replicas": args.num_replicas}
+    bounds = {"min_replicas", "max_replicas", "time_per_token_s"}
+    policy = AutoscalingPolicy(
+        policy_function="app.autoscaling:ReplicaPolicy", policy_kwargs=scaling.model_dump(exclude=bounds)
+    )
+    config = AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        look_back_period_s=LOOK_BACK_S,
+        # The policy waits by itself, knowing how long a replica takes to be ready.
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        policy=policy,
+    )
+    return {"autoscaling_config": config}
+
+
+def router_config(args: ServerConfig) -> RequestRouterConfig:
+    """Return how Serve chooses the replica of a call."""
+    if args.routing == "queue":
+        return RequestRouterConfig()
+    return RequestRouterConfig(
+        request_router_class="app.request_router:PrefixLoadRouter",
+        request_routing_stats_period_s=ROUTING_PERIOD_S,
+    )

@@ -12,6 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.live import LiveStatus
+from app.ready import NOT_TIMED, ReadyTimes
+from app.replica_metrics import replica_families
 from engine import EngineFacts, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -175,6 +178,8 @@ class ReplicaSnapshot:
     stats: EngineStats
     calls: tuple[tuple[str, int], ...]
     histograms: tuple[HistogramSnapshot, ...]
+    ready: ReadyTimes = NOT_TIMED
+    live: LiveStatus | None = None
 
 
 class Histogram:
@@ -209,6 +214,7 @@ class _Snapshots(Collector):
                 CounterMetricFamily(counter.name, counter.text, labels=_labels(counter)), counter
             )
         yield self._calls()
+        yield from replica_families(self._replicas)
         for name, (text, bounds) in HISTOGRAMS.items():
             yield self._histogram(name, text, bounds)
 
@@ -249,7 +255,7 @@ class _Snapshots(Collector):
         family = GaugeMetricFamily("eyas_engine_info", "what runs, always 1", labels=LABELS + names)
         for replica in self._replicas:
             facts = replica.facts
-            values = [replica.version, facts.model_digest, facts.draft_digest or ""]
+            values = [replica.version, facts.model_digest, replica.stats.draft.digest or ""]
             values += [facts.dtype, facts.device, facts.attention_backend]
             family.add_metric([replica.model, replica.replica, *values], 1)
         return family

@@ -3,6 +3,27 @@
 Asking Serve how many run is left to `cli_serve`, replacing them to Serve.
 """
 
+from typing import Protocol
+
+
+class Watch(Protocol):
+    """Compares counts of running replicas."""
+
+    def observe(self, num_running: int) -> str | None:
+        """Return the line for a change since the last call, None where nothing changed."""
+
+
+class ScaledReplicaWatch:
+    """Tells how many replicas run where their number is meant to change."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_running = num_replicas
+
+    def observe(self, num_running: int) -> str | None:
+        """See `Watch.observe`."""
+        before, self._num_running = self._num_running, num_running
+        return None if num_running == before else f"{num_running} server replicas run, {before} before"
+
 
 class ReplicaWatch:
     """Compares counts of running replicas; `log_folder` is where their own words are."""

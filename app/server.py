@@ -3,7 +3,6 @@
 HTTP is left to `ingress`, placing and scaling replicas to `main`.
 """
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from app.call import (
 )
 from app.chat import ChatTemplate
 from app.choices import Limits, check_num_requests, check_token_ids, plan_requests
-from app.config import ServerConfig
 from app.errors import UnknownModelError, event_for, reply_for, status_of
 from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
 from app.metrics import Histogram, ReplicaSnapshot
@@ -45,7 +43,7 @@ from app.tokenizer import Tokenizer
 from app.tool_formats import OPEN_TAG, make_parser
 from app.tool_stream import with_calls
 from app.version import version
-from engine import AsyncEngine, CapacityError, Request
+from engine import CapacityError, Request
 
 Steps = AsyncGenerator[list[ChoiceDelta], None]
 
@@ -94,15 +92,9 @@ class LLMServer:
         self._per_token = Histogram("eyas_time_per_output_token_seconds")
         self._duration = Histogram("eyas_call_duration_seconds")
 
-    @staticmethod
-    async def start(config: ServerConfig, replica: str = "local") -> "LLMServer":
-        """Fetch the model where it is absent and start the engine. Raises `ModelLoadError`, `ConfigError`."""
-        engine_config = await asyncio.to_thread(config.engine_config)
-        tokenizer = Tokenizer(engine_config.model)
-        template = ChatTemplate(engine_config.model)
-        engine = await AsyncEngine.start(engine_config)
-        limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
-        return LLMServer(engine, tokenizer, template, config.name, limits, replica)
+    def limit(self, limits: Limits) -> None:
+        """Hold coming calls to other limits; those that run go on."""
+        self._limits = limits
 
     def card(self) -> ModelCard:
         return ModelCard(self._name, self._created, self._engine.facts.max_model_len)

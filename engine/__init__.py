@@ -7,7 +7,11 @@ from engine.async_engine import AsyncEngine
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig, SpeculationConfig
 from engine.detokenizer import IncrementalDetokenizer
+from engine.dispatcher.explain import explain
+from engine.dispatcher.latency import LatencyTable
+from engine.dispatcher.state import DispatchState
 from engine.draft.inspect import DraftFacts, inspect_draft
+from engine.draft_status import NO_DRAFT, DraftState, DraftStatus
 from engine.engine import Engine
 from engine.errors import (
     CapacityError,
@@ -28,20 +32,26 @@ from engine.runner.synthetic import shape_of
 from engine.stats import EngineFacts, EngineStats
 from engine.stop_strings import StopStrings
 from engine.synthetic import SyntheticEngine, SyntheticWeights, WorkPart, predict_bytes
+from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
 from engine.tree.profile import MeasuredProfile, scale_profile
-from engine.tree.search import Profile
-from engine.tree.topology import chain
+from engine.tree.search import Profile, acceptance_length, search
+from engine.tree.topology import TreeTopology, chain
 from engine.weights.cache import cache_folder
 from engine.weights.pull import pull
 from engine.weights.source import resolve_model
 
 __all__ = [
+    "DEFAULT_PROFILE",
     "MAX_GAP",
+    "NO_DRAFT",
     "AsyncEngine",
     "CapacityError",
     "ConfigError",
+    "DispatchState",
     "DraftFacts",
     "DraftMismatchError",
+    "DraftState",
+    "DraftStatus",
     "Engine",
     "EngineConfig",
     "EngineDeadError",
@@ -50,6 +60,7 @@ __all__ = [
     "EyasError",
     "FinishReason",
     "IncrementalDetokenizer",
+    "LatencyTable",
     "MachineRates",
     "MeasuredProfile",
     "ModelConfig",
@@ -66,13 +77,18 @@ __all__ = [
     "SyntheticEngine",
     "SyntheticWeights",
     "TrainingError",
+    "TreeLibrary",
+    "TreeTopology",
     "WorkPart",
+    "acceptance_length",
     "cache_folder",
     "chain",
+    "explain",
     "inspect_draft",
     "predict_bytes",
     "pull",
     "resolve_model",
     "scale_profile",
+    "search",
     "shape_of",
 ]

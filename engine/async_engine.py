@@ -9,12 +9,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig
 from engine.core_link import CoreLink
-from engine.errors import EngineDeadError, RequestError
-from engine.messages import Abort, Add, AskStats, CoreMessage, Deltas, Refused
+from engine.errors import ConfigError, EngineDeadError, RequestError
+from engine.messages import Abort, Add, AskStats, CoreMessage, Deltas, LoadDraft, Refused, Switch
 from engine.request import Request
 from engine.stats import EngineStats
 
@@ -94,6 +95,18 @@ class AsyncEngine:
         if stats is None:
             raise _gone()
         return stats
+
+    def switch_speculation(self, mode: str) -> None:
+        """Let the core use another mode from its next step on. Raises `ConfigError` for an unknown tree."""
+        self._check_core()
+        if mode not in ("auto", "table", *self.facts.trees):
+            raise ConfigError(f"no tree is called {mode!r}: there are {', '.join(self.facts.trees)}")
+        self._link.send(Switch(mode))
+
+    def load_draft(self, folder: Path, digest: str | None = None) -> None:
+        """Let the core load a draft beside the serving one and swap; `stats` tells what comes of it."""
+        self._check_core()
+        self._link.send(LoadDraft(folder, digest))
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if the core is gone, or hangs: owes an answer and has said nothing for

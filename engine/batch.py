@@ -6,10 +6,12 @@ Device tensors are built from it in `runner` only.
 from dataclasses import dataclass
 
 from engine.request import FinishReason, SamplingParams
+from engine.row_kind import ANY_KIND, RowKind
 from engine.tree.topology import TreeTopology
 
 DUMMY_SLOT = 0  # a padded row of a batch is this slot: it reads an empty prefix and writes to the dummy block
 DUMMY_BLOCK = 0
+NUM_RANKS = 8  # of the draft's distribution that are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,14 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence decodes in this step over `topology`."""
+    """One sequence decodes in this step over `topology`. `kind` and `sequence_idx` tell the dispatcher which
+    rows are alike and which are the same.
+    """
 
     slot: int
     topology: TreeTopology
+    kind: RowKind = ANY_KIND
+    sequence_idx: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +104,16 @@ class StepPlan:
 class RowResult:
     """What one decode row emitted: `token_ids` holds the accepted drafts, then the bonus or residual token.
 
-    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing.
+    `is_finite` is False where the target's logits were not finite: the row's tokens mean nothing. `path`
+    holds the node ids of the accepted drafts. `next_rank` is the last token's among the draft's best
+    `num_ranks` at its node, `num_ranks` for none of them; None where nobody looked.
     """
 
     token_ids: tuple[int, ...]
     is_finite: bool = True
+    path: tuple[int, ...] = ()
+    next_rank: int | None = None
+    num_ranks: int = NUM_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +159,3 @@ class Load:
     num_waiting: int
     num_free_blocks: int
     num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowStats:
-    """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them."""
-
-    topology: TreeTopology
-    num_accepted: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What a collected step did and cost: the dispatcher's evidence. `load` is what it was chosen by."""
-
-    step_idx: int
-    load: Load
-    rows: tuple[RowStats, ...]
-    num_prefill_tokens: int
-    seconds: float

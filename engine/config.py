@@ -22,17 +22,19 @@ CUDA_TABLE: TreeTable = ((16, "tree-8"), (64, "chain-3"))
 class SpeculationConfig:
     """Which trees the engine may draft, and how children are chosen.
 
-    `mode` is "auto" (the dispatcher picks), "off", or one tree name for every step. `table` is the static
-    choice: (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly.
-    None is the table of the device. `draft_mode` "greedy" takes the top children (output identical to plain
-    decoding for a seed); "sampled" draws them without replacement (the output law is identical, single tokens
-    are not).
+    `mode` is "auto" (the dispatcher picks by measured costs and live acceptance, or, where nothing was
+    measured, by `table`), "table", "off", or one tree name for every step. `table` is the static choice:
+    (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly. None is
+    the table of the device. `max_step_seconds` bars trees whose steps are expected to last longer.
+    `draft_mode` "greedy" takes the top children (output identical to plain decoding for a seed); "sampled"
+    draws them without replacement (the output law is identical, single tokens are not).
     """
 
     mode: str = "auto"
     table: TreeTable | None = None
     draft_mode: DraftMode = "greedy"
     feature_window: int = 16
+    max_step_seconds: float | None = None
 
     def __post_init__(self) -> None:
         batches = [batch for batch, _ in self.table or ()]
@@ -40,6 +42,8 @@ class SpeculationConfig:
             raise ConfigError(f"speculation.table needs rising batch sizes from 1, found {batches}")
         if self.draft_mode not in ("greedy", "sampled"):
             raise ConfigError(f"speculation.draft_mode must be greedy or sampled, found {self.draft_mode!r}")
+        if self.max_step_seconds is not None and not self.max_step_seconds > 0:
+            raise ConfigError(f"speculation.max_step_seconds must be positive, found {self.max_step_seconds}")
         if self.feature_window < 2:
             raise ConfigError(f"speculation.feature_window must be at least 2, found {self.feature_window}")
 

@@ -20,9 +20,11 @@ from engine.messages import (
     CoreMessage,
     Deltas,
     Failed,
+    LoadDraft,
     Ready,
     Refused,
     Shutdown,
+    Switch,
 )
 from engine.request import Request
 
@@ -59,7 +61,7 @@ class Core:
             self._act(message)
         return True
 
-    def _act(self, message: Add | Abort | AskStats) -> None:
+    def _act(self, message: Add | Abort | AskStats | LoadDraft | Switch) -> None:
         match message:
             case Add(request):
                 self._num_added += 1
@@ -68,6 +70,10 @@ class Core:
                 self._engine.abort(request_id, is_finished)
             case AskStats():
                 self._send(self._engine.stats())
+            case LoadDraft(folder, digest):
+                self._engine.drafts.load(folder, digest)
+            case Switch(mode):
+                self._engine.switch_speculation(mode)
 
     def _add(self, request: Request) -> None:
         error: Exception

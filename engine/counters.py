@@ -3,10 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.batch import Load, SequenceDelta, StepStats
+from engine.batch import Load, SequenceDelta
 from engine.kvcache.block_pool import BlockCounts
 from engine.request import FinishReason
 from engine.stats import EngineStats
+from engine.step_stats import StepStats
 
 
 @dataclass(slots=True)

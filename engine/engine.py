@@ -8,25 +8,28 @@ import logging
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from engine.batch import Load, RowStats, SequenceDelta, StepPlan, StepStats
+from engine.batch import Load, SequenceDelta, StepPlan
 from engine.config import EngineConfig
 from engine.counters import Counters
-from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.dispatcher.dispatcher import Dispatcher
+from engine.dispatcher.latency import LatencyTable
+from engine.draft_swap import DraftSwap
 from engine.errors import AdmissionError, RequestError
-from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
+from engine.policy import build_policy
 from engine.request import MAX_STOP_TOKENS, FinishReason, Request, SamplingParams, Sequence
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
 from engine.runner.worker import build_worker
-from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 from engine.stats import EngineFacts, EngineStats
-from engine.tree.library import TreeLibrary
+from engine.step_stats import StepStats
+from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
+from engine.tree.search import Profile
 
 logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive numbers over all 64 bits
-_SUSPICIOUS_DRAFTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Engine:
         self._num_arrived = 0
         self._in_flight: _InFlight | None = None
         self._counters = Counters()
-        self._has_warned = False
+        self.drafts = DraftSwap(runner.draft_site, scheduler, facts.model_digest, facts.draft_digest)
 
     @staticmethod
     def load(config: EngineConfig) -> "Engine":
@@ -69,8 +72,7 @@ class Engine:
         worker = build_worker(config)
         engine = assemble_engine(config, worker.runner, worker.library, worker.facts)
         engine.prepare()
-        facts = dataclasses.asdict(engine.facts)
-        logger.info("engine ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+        logger.info("engine ready %s", engine.facts)
         return engine
 
     def prepare(self) -> None:
@@ -117,18 +119,27 @@ class Engine:
 
     def step(self) -> tuple[SequenceDelta, ...]:
         """Launch one step if anything can run, then return what the step before it gave."""
+        self.drafts.settle()
         load = self._scheduler.next_load()
-        plan = self._scheduler.schedule(self._dispatcher.choose(load))
+        plan = self._scheduler.schedule(self.drafts.limit(self._dispatcher.choose(load)))
         launched, failed = (None, []) if plan is None else self._launch(plan, load)
         deltas = () if self._in_flight is None else self._collect(self._in_flight)
         self._in_flight = launched
         return (*failed, *deltas)
 
     def stats(self) -> EngineStats:
-        """Return counters since the start and gauges now."""
-        return self._counters.snapshot(
+        """Return counters since the start and gauges now. A draft that is ready is taken first."""
+        self.drafts.settle()
+        stats = self._counters.snapshot(
             self._scheduler.load(), self._kv_cache.pool.counts(), self._scheduler.num_preemptions
         )
+        return dataclasses.replace(stats, dispatch=self._dispatcher.stats(), draft=self.drafts.status)
+
+    def switch_speculation(self, mode: str) -> None:
+        """Use another speculation mode from now on. Raises `ConfigError` for an unknown tree."""
+        self._dispatcher.switch(mode)
+        self.drafts.forgive()
+        logger.info("speculation switched mode=%s", mode)
 
     def _check_token_ids(self, token_ids: TokenIds[int], parameter: str) -> None:
         """Refuse ids that the model lacks: on the device they would end the step of every request."""
@@ -168,30 +179,11 @@ class Engine:
     def _collect(self, flight: _InFlight) -> tuple[SequenceDelta, ...]:
         result = flight.handle.collect()
         deltas = self._scheduler.commit(result)
-        rows = tuple(
-            RowStats(row.topology, len(answer.token_ids) - 1)
-            for row, answer in zip(flight.plan.rows, result.rows, strict=True)
-        )
-        num_prefill = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
-        stats = StepStats(flight.plan.step_idx, flight.load, rows, num_prefill, result.seconds)
+        stats = StepStats.of(flight.plan, flight.load, result)
         self._dispatcher.observe(stats)
         self._counters.observe(stats, deltas)
-        self._warn_if_nothing_accepted()
+        self.drafts.observe(stats)
         return deltas
-
-    def _warn_if_nothing_accepted(self) -> None:
-        """Say once that drafts are never right: the mark of wrong taps, a stale draft or a missing vocabulary
-        map.
-        """
-        counters = self._counters
-        if self._has_warned or counters.num_accepted or counters.num_drafted < _SUSPICIOUS_DRAFTS:
-            return
-        self._has_warned = True
-        logger.warning(
-            "no draft accepted drafted=%d draft_digest=%s: the draft does not belong to this model",
-            counters.num_drafted,
-            self.facts.draft_digest,
-        )
 
 
 def assemble_engine(
@@ -200,24 +192,16 @@ def assemble_engine(
     library: TreeLibrary,
     facts: EngineFacts,
     kv_cache: KVCache | None = None,
+    latency: LatencyTable | None = None,
+    profile: Profile = DEFAULT_PROFILE,
 ) -> Engine:
     """Wire a runner to its policy; `facts` says what the runner was built with. A `kv_cache` that is given
     has as many blocks as they say.
+
+    With a `latency` table of this machine the dispatcher learns, beginning with the acceptance `profile`.
     """
-    if kv_cache is None:
-        kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
-    scheduler_config = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_waiting=config.max_num_waiting,
-        max_batched_tokens=facts.max_batched_tokens,
-        max_model_len=facts.max_model_len,
-        eos_token_ids=frozenset(facts.eos_token_ids),
-        draft_window=config.speculation.feature_window,
-    )
-    scheduler = Scheduler(scheduler_config, kv_cache, library)
-    sizes = config.device_sizes(facts.device.startswith("cuda"))
-    dispatcher = StaticDispatcher(config.speculation, sizes.table, library)
-    return Engine(runner, kv_cache, scheduler, dispatcher, facts, config.seed)
+    policy = build_policy(config, library, facts, kv_cache, latency, profile)
+    return Engine(runner, policy.kv_cache, policy.scheduler, policy.dispatcher, facts, config.seed)
 
 
 def _signed64(value: int) -> int:

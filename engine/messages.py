@@ -4,6 +4,7 @@ Carrying the messages is left to `core` and `async_engine`.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.batch import SequenceDelta
 from engine.request import Request
@@ -30,6 +31,23 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class AskStats:
     """Client: answered by one `EngineStats`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDraft:
+    """Client: draft with the head of `folder`, of weights `digest` if given. `EngineStats` tells the
+    outcome.
+    """
+
+    folder: Path
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Client: use another speculation mode from now on, one that the engine knows. Not answered."""
+
+    mode: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +90,5 @@ class Deltas:
     num_added: int
 
 
-ClientMessage = Add | Abort | AskStats | Shutdown
+ClientMessage = Add | Abort | AskStats | LoadDraft | Switch | Shutdown
 CoreMessage = Ready | Failed | Refused | Deltas | EngineStats

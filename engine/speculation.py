@@ -4,6 +4,7 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -219,13 +220,7 @@ class SamplingFlags:
         )
 
     def __or__(self, other: "SamplingFlags") -> "SamplingFlags":
-        return SamplingFlags(
-            is_sampled=self.is_sampled or other.is_sampled,
-            is_truncated=self.is_truncated or other.is_truncated,
-            is_penalized=self.is_penalized or other.is_penalized,
-            is_biased=self.is_biased or other.is_biased,
-            has_min_tokens=self.has_min_tokens or other.has_min_tokens,
-        )
+        return SamplingFlags(*map(operator.or_, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,16 @@ Turning them into metrics is left to `app/metrics.py`.
 
 from dataclasses import dataclass
 
+from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
+from engine.draft_status import NO_DRAFT, DraftStatus
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What the machine answered when the engine started.
 
     `draft_digest` and `model_digest` name the bytes really loaded; `trees` lists the topologies this engine
-    may run.
+    may run. `load_seconds` is how long reading the weights and wiring them took.
     """
 
     model_name: str
@@ -30,6 +33,7 @@ class EngineFacts:
     block_size: int
     num_blocks: int
     trees: tuple[str, ...]
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,8 @@ class EngineStats:
     accepted_by_depth: tuple[int, ...]
     steps_by_tree: tuple[tuple[str, int], ...]
     step_seconds: float
+    dispatch: DispatchStats = NOT_CHOSEN
+    draft: DraftStatus = NO_DRAFT
 
     @property
     def tokens_per_call(self) -> float:

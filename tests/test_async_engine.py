@@ -483,3 +483,16 @@ def close_loop_first(config):
 
 async def test_a_loop_that_closes_first_ends_the_reader_quietly(folders):
     await asyncio.to_thread(close_loop_first, engine_config(folders[0]))
+
+
+async def test_the_mode_is_switched_while_the_core_serves_and_an_unknown_one_is_refused(served):
+    asked = request_of("switched", (10, 11, 12), 1, max_tokens=30)
+    before = await collect(served, asked)
+    for mode in ("off", "tree-8", "table", "auto"):
+        served.switch_speculation(mode)
+        assert await collect(served, asked) == before
+        steps = dict((await settle(served)).steps_by_tree)
+        assert mode not in ("off", "tree-8") or steps[mode] > 0
+    with pytest.raises(ConfigError, match="no tree is called 'tree-9'"):
+        served.switch_speculation("tree-9")
+    served.switch_speculation("chain-3")

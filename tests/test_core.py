@@ -9,7 +9,7 @@ import pytest
 
 from engine.core import Core
 from engine.errors import RequestError, StepError
-from engine.messages import Add, AskStats, Deltas, Refused, Shutdown
+from engine.messages import Add, AskStats, Deltas, Refused, Shutdown, Switch
 from engine.stats import EngineStats
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
 
@@ -103,3 +103,15 @@ def test_a_request_error_is_handed_on_with_its_parameter():
         error = read_answers(connection, ["r"])["r"]
     assert isinstance(error, RequestError)
     assert error.parameter == "prompt"
+
+
+def test_a_switch_changes_the_tree():
+    engine = build_engine(TARGET, None, EngineShape())
+    with running_core(engine) as connection:
+        connection.send(Switch("off"))
+        connection.send(Add(request_of("r0", prompts(1)[0], 100)))
+        assert len(read_answers(connection, ["r0"])["r0"]) > 0
+        connection.send(AskStats())
+        stats = connection.recv()
+    assert stats.dispatch.arm == "off"
+    assert stats.dispatch.reason == "set by the operator"

@@ -7,6 +7,7 @@ import pytest
 
 from engine.config import SpeculationConfig
 from engine.draft.loader import WEIGHTS
+from engine.draft_status import DraftState
 from engine.engine import Engine
 from engine.errors import CapacityError, ConfigError, DraftMismatchError, ModelLoadError, RequestError
 from engine.request import FinishReason, Request, SamplingParams
@@ -346,13 +347,18 @@ def test_requests_without_a_seed_draw_differently_and_repeat_with_the_engine():
     assert outputs() == first
 
 
-def test_a_draft_that_is_never_right_is_reported_once(caplog):
-    asked = asked_of(6, max_tokens=40)
-    texts = {r.sampling.seed: (*r.prompt_token_ids, *plain(asked)[r.request_id]) for r in asked}
-    engine = build_engine(TARGET, AdversarialDrafter(texts), EngineShape(mode="tree-16"))
-    with caplog.at_level(logging.WARNING, "engine.engine"):
-        run(engine, asked)
-    assert [record.message.split(" drafted=")[0] for record in caplog.records] == ["no draft accepted"]
+def test_a_draft_that_is_never_right_is_given_up_and_reported_once(caplog):
+    asked = asked_of(8, max_tokens=90)
+    expected = plain(asked)
+    texts = {r.sampling.seed: (*r.prompt_token_ids, *expected[r.request_id]) for r in asked}
+    engine = build_engine(TARGET, AdversarialDrafter(texts), EngineShape(mode="tree-8"))
+    with caplog.at_level(logging.WARNING, "engine"):
+        assert run(engine, asked) == expected
+    status = engine.stats().draft
+    assert (status.state, status.is_off) == (DraftState.COLLAPSED, True)
+    assert 500 <= status.num_drafts < 520, "plain from the verdict on"
+    assert dict(engine.stats().steps_by_tree)["off"] > 150
+    assert [record.message.split(" digest=")[0] for record in caplog.records] == ["speculation off"]
 
 
 def test_a_request_ends_at_the_models_own_stop_unless_it_ignores_it():

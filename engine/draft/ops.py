@@ -142,7 +142,7 @@ class TorchDraftOps:
     ) -> None:
         """See `DraftOps`."""
         assert draft.children is not None
-        draft_ids = best_children(logits, draft.children.shape[2])
+        draft_ids = best_children(logits, min(draft.children.shape[2], logits.shape[1]))
         place_children(tree, depth, head.target_ids[draft_ids], draft)
 
 
@@ -154,7 +154,9 @@ def place_children(tree: TreeTensors, depth: int, token_ids: Tensor, draft: Draf
     nodes, is_node = _known(tree, depth)
     row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
     chosen = token_ids.view(*nodes.shape, -1)
-    draft.children[row, nodes] = torch.where(is_node[..., None], chosen, draft.children[:, :1])
+    count = chosen.shape[2]
+    at_root = draft.children[:, :1, :count]
+    draft.children[row, nodes, :count] = torch.where(is_node[..., None], chosen, at_root)
     below, is_below = _known(tree, depth + 1)
     parents, ranks = tree.parents.gather(1, below), tree.ranks.gather(1, below)
     drafted = torch.where(is_below, draft.children[row, parents, ranks], draft.token_ids[:, :1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
+from engine.draft.ranks import ranks_at
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
@@ -117,8 +118,8 @@ class DecodeStep:
     def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> Tensor:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
 
-        Returns [B, D + 2] int64: what each row emitted, padded with -1, and last whether its logits were
-        finite.
+        Returns [B, 2 D + 5] int64: what each row emitted, D + 1 columns padded with -1; its path, as many;
+        the draft's rank of its last token, and of how many; and whether its logits were finite.
         """
         sampling = self._state.sampling(batch.slots, rows, batch.flags)
         verification = self._verify(output.logits, rows.draft, batch.tree, sampling, rows.root_positions)
@@ -126,4 +127,7 @@ class DecodeStep:
             batch.slots, rows, verification, output.features, self._block_size, sampling.is_penalized
         )
         self._pool.commit(committed.pool_slots, output.scratch, committed.scratch_rows)
-        return committed.answer
+        answer, path = committed.answer, verification.path
+        last = path.gather(1, verification.num_accepted[:, None])[:, 0]
+        ranks = ranks_at(rows.draft, last, verification.next_token)
+        return torch.cat((answer[:, :-1], path, ranks, answer[:, -1:]), dim=1)

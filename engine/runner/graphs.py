@@ -46,13 +46,14 @@ class _Recorded(Generic[R]):
 
 @dataclass(slots=True)
 class _StepSet:
-    """The graphs of one (rows, shape), which all share `rows`. The draft has one for each align width, the
+    """The graphs of one (rows, shape), which all share `rows`. The draft has one for each of `widths`, the
     commit one for each set of flags.
     """
 
     tree: TreeTensors
     topologies: tuple[TreeTopology, ...]
     rows: StepRows
+    widths: tuple[int, ...]
     drafts: dict[int, _Recorded[None]]
     target: _Recorded[NodeOutput]
     commits: dict[SamplingFlags, _Recorded[Tensor]]
@@ -88,11 +89,11 @@ class StepGraphs:
         tree = TreeTensors.padded(topologies, shape, self._device)
         batch = self._batch(tree, 1, SamplingFlags())
         rows = self._step.room(batch)
-        widths = {min(shape.depth + 1, self._window), self._window if shape.depth else 1}
-        drafts = {width: self._record_draft(tree, rows, width) for width in sorted(widths)}
+        widths = tuple(sorted({min(shape.depth + 1, self._window), self._window if shape.depth else 1}))
+        drafts = {width: self._record_draft(tree, rows, width) for width in widths}
         target = self._record(lambda: self._step.run_target(batch, rows))
         commits = {flags: self._record_commit(tree, rows, flags, target.output) for flags in CAPTURED_FLAGS}
-        self._sets[bucket, shape] = _StepSet(tree, topologies, rows, drafts, target, commits)
+        self._sets[bucket, shape] = _StepSet(tree, topologies, rows, widths, drafts, target, commits)
 
     def replay(
         self, slots: Sequence[int], topologies: Sequence[TreeTopology], num_pending: int, flags: SamplingFlags
@@ -106,16 +107,32 @@ class StepGraphs:
         if found is None or flags not in found.commits:
             return None
         self._set_tree(found, tuple(topologies))
+        draft = self._draft(found, num_pending)
         bucket = found.tree.num_rows
         padded = [*slots, *[DUMMY_SLOT] * (bucket - len(slots))]
         self._slots[:bucket].copy_(upload(padded, torch.int64, self._device))
-        width = next((width for width in found.drafts if width >= num_pending), self._window)
-        found.drafts[width if found.tree.depth else 1].graph.replay()
+        draft.graph.replay()
         found.target.graph.replay()
         self.num_replays += 1
         commit = found.commits[flags]
         commit.graph.replay()
         return commit.output[: len(slots)]
+
+    def forget_drafts(self) -> None:
+        """Drop the draft's part of every step, whose weights are about to change. Each is captured anew by
+        the first step that needs it, so that no stream waits for all of them.
+        """
+        for found in self._sets.values():
+            found.drafts.clear()
+
+    def _draft(self, found: _StepSet, num_pending: int) -> _Recorded[None]:
+        """Return the draft's part that catches up with `num_pending` positions."""
+        width = next((width for width in found.widths if width >= num_pending), self._window)
+        width = width if found.tree.depth else 1
+        if width not in found.drafts:
+            self._slots.fill_(DUMMY_SLOT)
+            found.drafts[width] = self._record_draft(found.tree, found.rows, width)
+        return found.drafts[width]
 
     def _find(self, num_rows: int, topologies: Sequence[TreeTopology]) -> _StepSet | None:
         """Return the smallest set that holds the rows and covers their trees."""
@@ -163,7 +180,8 @@ class StepGraphs:
             run()
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._memory_pool)
+            # By thread: another one may be loading a draft meanwhile.
+            graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
             output = run()
             graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -15,12 +15,14 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend
 from engine.batch import Admission, StepPlan
 from engine.config import DraftMode
-from engine.draft.drafter import Drafter, TreeDrafter
+from engine.draft.drafter import TreeDrafter
 from engine.errors import AdmissionError
 from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
+from engine.runner.draft_site import DraftSite
 from engine.runner.graphs import StepGraphs, row_bucket
+from engine.runner.pending import PendingDraft
 from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_state import SlotOps, SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
@@ -73,10 +75,8 @@ class ModelRunner:
             device=self.device,
             ops=slot_ops,
         )
-        self._drafter = drafter
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
-        # Per slot an upper bound of the positions whose draft K/V is missing, root included.
-        self._num_pending = [1] * (shape.max_num_seqs + 1)
+        self._pending = PendingDraft(shape.max_num_seqs + 1, shape.feature_window)
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
         self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
@@ -86,6 +86,7 @@ class ModelRunner:
             self._graphs = StepGraphs(
                 self._step, shape.max_num_seqs, shape.table_width, shape.feature_window, self.device
             )
+        self.draft_site = DraftSite(target, drafter, self._state, self._pending, self._graphs)
 
     def capture(self, topology: TreeTopology, num_rows: range) -> None:
         """Prepare steps of so many rows whose widest tree is `topology`, where this device and this attention
@@ -108,8 +109,8 @@ class ModelRunner:
 
     @property
     def page_pools(self) -> tuple[KVPool, ...]:
-        """The pages of the target and, where a draft head has some, of the draft."""
-        return (self._pool, self._drafter.pool) if isinstance(self._drafter, Drafter) else (self._pool,)
+        """The pages of the target and of the draft."""
+        return (self._pool, *self.draft_site.pools)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -139,7 +140,7 @@ class ModelRunner:
                     raise AdmissionError(admission.slot) from error
         for admission in admissions:
             self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
-            self._num_pending[admission.slot] = 1
+            self._pending.admit(admission.slot)
 
     def _decode(self, plan: StepPlan) -> Tensor:
         """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does."""
@@ -147,10 +148,7 @@ class ModelRunner:
         topologies = tuple(row.topology for row in plan.rows)
         depth = max(topology.depth for topology in topologies)
         flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})
-        num_pending = max(self._num_pending[slot] for slot in slots)
-        for slot in slots:
-            # A step of roots only does no draft work: its positions stay pending.
-            self._num_pending[slot] = depth + 1 if depth else self._num_pending[slot] + 1
+        num_pending = self._pending.plan(slots, depth)
         if self._graphs is not None:
             answer = self._graphs.replay(slots, topologies, num_pending, flags)
             if answer is not None:

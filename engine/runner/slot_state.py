@@ -24,13 +24,11 @@ class SlotOps(Protocol):
 
     def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
         """See `SlotState.open`."""
-        ...
 
     def align(
         self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
     ) -> AlignWindow:
         """See `SlotState.align`."""
-        ...
 
     def commit(
         self,
@@ -42,7 +40,6 @@ class SlotOps(Protocol):
         block_size: int,
     ) -> CommittedRows:
         """See `SlotState.commit`; penalties are the state's own."""
-        ...
 
 
 class TorchSlotOps:

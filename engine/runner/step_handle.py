@@ -37,7 +37,7 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step on its way: rows [B, D + 2] int64 as `DecodeStep.commit` returns them, and
+    """The answer of one step on its way: rows [B, 2 D + 5] int64 as `DecodeStep.commit` returns them, and
     is_chunk_finite [C] bool of its chunks.
     """
 
@@ -51,12 +51,18 @@ class StepHandle:
         """Wait for the step and return what it emitted."""
         seconds = self._timer.wait()
         answers: list[list[int]] = self._rows.tolist()
-        rows = tuple(
-            RowResult(tuple([token for token in row[:-1] if token >= 0]), bool(row[-1])) for row in answers
-        )
+        rows = tuple(_row_result(row) for row in answers)
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
         return StepResult(self._step_idx, rows, seconds, failed)
+
+
+def _row_result(row: list[int]) -> RowResult:
+    """Return one row of `DecodeStep.commit`."""
+    width = (len(row) - 3) // 2  # D + 1
+    token_ids = tuple([token for token in row[:width] if token >= 0])
+    path = tuple(row[width + 1 : width + len(token_ids)])
+    return RowResult(token_ids, bool(row[-1]), path, None if row[-3] < 0 else row[-3], row[-2])
 
 
 def _to_host(tensor: Tensor) -> Tensor:

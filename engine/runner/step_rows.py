@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.batch import NUM_RANKS
 from engine.speculation import DraftOutput, TreeTensors
 
 NUM_INTEGERS = 3
@@ -50,9 +51,17 @@ class StepRows:
             draft=DraftOutput(
                 token_ids=room(num_rows, num_nodes),
                 probs=probs,
-                children=room(num_rows, num_nodes, tree.max_rank + 1),
+                children=room(num_rows, num_nodes, _num_ranks(tree, probs_size is not None)),
             ),
         )
+
+
+def _num_ranks(tree: TreeTensors, is_sampled: bool) -> int:
+    """Return how many children of a node to keep. Beyond those of the tree they tell the dispatcher what
+    wider trees would bring; a GPU takes a reduction over the vocabulary for each.
+    """
+    looked_at = 1 if is_sampled else 4 if tree.parents.is_cuda else NUM_RANKS
+    return max(tree.max_rank + 1, looked_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 It is the only place that knows every part; what each does is left to them.
 """
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.registry import create_backend
 from engine.config import EngineConfig
 from engine.draft.drafter import Drafter
+from engine.draft.guarded import GuardedDrafter
 from engine.draft.loader import LoadedDraft, load_draft
 from engine.draft.network import DraftNetwork
 from engine.draft.ops import DraftOps, TorchDraftOps
@@ -58,6 +60,7 @@ def build_worker(config: EngineConfig) -> Worker:
     """Load everything `config` names. Raises `ModelLoadError` or `ConfigError` before the cache is
     allocated.
     """
+    started = time.perf_counter()
     torch.set_num_threads(choose_num_threads(config))
     model = ModelConfig.load(config.model)
     num_positions = count_positions(config, model)
@@ -76,7 +79,8 @@ def build_worker(config: EngineConfig) -> Worker:
     origin = Origin(
         config.model.name, str(config.model), model_digest, draft.digest if draft is not None else None
     )
-    return wire_worker(config, target, head, build_library(config, draft), origin)
+    worker = wire_worker(config, target, head, build_library(config, draft), origin)
+    return replace(worker, facts=replace(worker.facts, load_seconds=time.perf_counter() - started))
 
 
 def wire_worker(
@@ -236,12 +240,17 @@ def build_library(config: EngineConfig, draft: LoadedDraft | None) -> TreeLibrar
     return library
 
 
-def create_drafter(head: DraftNetwork, backend: AttentionBackend, shape: RunnerShape) -> Drafter:
-    """Return a drafter for `head` with its own pages, on the head's device."""
+def create_drafter(head: DraftNetwork, backend: AttentionBackend, shape: RunnerShape) -> GuardedDrafter:
+    """Return a drafter for `head` with its own pages, on the head's device; another head may follow it."""
     config, weight = head.config, head.embed_rows
     kv_shape = (config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
     pool = KVPool(config.num_layers, shape.num_blocks, shape.block_size, *kv_shape)
-    return Drafter(head, pool, backend, shape.block_size, choose_draft_ops(weight.device))
+    ops = choose_draft_ops(weight.device)
+
+    def make(head: DraftNetwork, pool: KVPool) -> Drafter:
+        return Drafter(head, pool, backend, shape.block_size, ops)
+
+    return GuardedDrafter(make, head, pool)
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceDelta
+from engine.draft_restart import DraftRestart
 from engine.request import Sequence
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import TreeTopology
@@ -132,6 +133,8 @@ class Progress:
             message,
         )
 
-    def invalidate_draft(self) -> None:
+    def restart_draft(self) -> DraftRestart:
         """Count no draft K/V written so far, nor by steps in flight, as valid: another draft wrote it."""
         self.draft_valid = range(self.max_prefix_len + 1, self.max_prefix_len + 1)
+        start = max(self.store_from, self.num_prefilled * self.is_prefilling)
+        return DraftRestart(self.sequence.slot, start, self.is_prefilling)

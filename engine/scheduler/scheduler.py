@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from engine.batch import Load, RowResult, SequenceDelta, StepPlan, StepResult
+from engine.draft_restart import DraftRestart
 from engine.errors import CapacityError, ConfigError, RequestError
 from engine.kvcache.kv_cache import KVCache
 from engine.request import FinishReason, Sequence, SequenceStatus
@@ -131,13 +132,12 @@ class Scheduler:
         self._finish(progress, reason)
         return progress.sequence
 
-    def forget_draft(self) -> None:
+    def forget_draft(self) -> tuple[DraftRestart, ...]:
         """Drop all that depends on the draft's weights, which are about to change: the whole prefix index and
-        every claim of a running sequence to valid draft K/V.
+        every claim of a running sequence to valid draft K/V. Return where theirs begins anew.
         """
         self._kv_cache.pool.clear_index()
-        for progress in self._running:
-            progress.invalidate_draft()
+        return tuple(progress.restart_draft() for progress in self._running)
 
     def schedule(self, topology: TreeTopology) -> StepPlan | None:
         """Plan the next step; rows without a tree of their own use `topology`. None where nothing can run

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.batch import Admission, BlockGrowth, DecodeRow, PrefillChunk, StepPlan
 from engine.request import Sequence
+from engine.row_kind import RowKind
 from engine.scheduler.progress import Progress
 from engine.tree.topology import TreeTopology
 
@@ -98,7 +99,9 @@ class StepBuilder:
         """Decode one row over `topology`."""
         self.num_left -= topology.num_nodes
         assert self.num_left >= 0, (topology.name, self.num_left)
-        self._rows.append(DecodeRow(progress.sequence.slot, topology))
+        sequence = progress.sequence
+        kind = RowKind.of(sequence.request.sampling, sequence.num_cached)
+        self._rows.append(DecodeRow(sequence.slot, topology, kind, sequence.arrival_idx))
         self._flight_rows.append(progress)
         if progress.max_prefix_len > self._max_prefix_len:
             self._max_prefix_len = progress.max_prefix_len

@@ -17,6 +17,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/architecture.md",
+    "docs/dispatcher.md",
     "docs/lab-notes.md",
     "docs/training.md",
     "docs/deploy.md",

@@ -47,7 +47,7 @@ class Watched:
 
     def step(self, outputs: dict[str, list[int]], tree: str | None = None) -> None:
         if tree is not None:
-            self.engine._dispatcher._otherwise = self.engine._scheduler.library.get(tree)
+            self.engine.switch_speculation(tree)
         for delta in self.engine.step():
             outputs[delta.request_id] += delta.token_ids
         for progress in self.engine._scheduler._running:
@@ -252,7 +252,7 @@ def test_a_hit_on_blocks_without_draft_reads_none_of_their_draft_cache():
         seen = watched(EngineShape(mode="off", feature_window=4))
         fill_pages(seen, noise)
         text = (*prompt, *finish(seen, request_of("plain", prompt, 100, max_tokens=40)))
-        seen.engine._dispatcher._otherwise = seen.engine._scheduler.library.get("chain-3")
+        seen.engine.switch_speculation("chain-3")
         seen.windows.clear()
         finish(seen, request_of("drafted", text[:50], 101))
         assert seen.engine.stats().num_prefix_hit_tokens >= 40

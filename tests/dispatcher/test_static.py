@@ -4,7 +4,8 @@ import pytest
 
 from engine.batch import Load
 from engine.config import CPU_TABLE, CUDA_TABLE, EngineConfig, SpeculationConfig
-from engine.dispatcher.dispatcher import Dispatcher, StaticDispatcher
+from engine.dispatcher.dispatcher import Dispatcher
+from engine.dispatcher.static import StaticDispatcher
 from engine.errors import ConfigError
 from engine.tree.library import TreeLibrary
 
