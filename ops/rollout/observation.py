@@ -33,13 +33,18 @@ class Windows:
 def canary_problems(
     replicas: Sequence[Replica], canary: Sequence[str], digest: str | None
 ) -> tuple[str, ...]:
-    """Say which canary replicas are gone or draft with other weights than the candidate's."""
-    found = {replica.name: replica.digest for replica in replicas}
-    return tuple(
-        f"canary replica {name} {'is gone' if name not in found else 'serves ' + str(found[name])}"
-        for name in canary
-        if name not in found or found[name] != digest
-    )
+    """Say which canary replicas are gone, have other weights than the candidate's, or gave them up."""
+    found = {replica.name: replica for replica in replicas}
+    problems = []
+    for name in canary:
+        replica = found.get(name)
+        if replica is None:
+            problems.append(f"canary replica {name} is gone")
+        elif replica.digest != digest:
+            problems.append(f"canary replica {name} serves {replica.digest}")
+        elif replica.is_off:
+            problems.append(f"canary replica {name} gave the draft up and decodes plainly")
+    return tuple(problems)
 
 
 def _difference(start: Replica, end: Replica) -> Window | None:

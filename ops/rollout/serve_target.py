@@ -5,7 +5,7 @@ and turning one off that fails, is left to the replicas.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,13 +15,15 @@ from ops.rollout.state import DraftRef, RolloutError
 from ops.rollout.target import Desired, Replica
 
 DEPLOYMENT = "llm-server"
-INFO = "eyas_engine_info"
-COUNTERS = {
-    "eyas_step_seconds_total": "seconds",
-    "eyas_steps_total": "steps",
-    "eyas_verification_calls_total": "calls",
-    "eyas_generation_tokens_total": "tokens",
-}
+INFO = "eyas_engine_info"  # one sample per replica; its digest is that of the start
+DRAFT = "eyas_draft_trees_total"  # carries the digest of the weights in place
+GIVEN_UP = "eyas_draft_off"
+COUNTERS = (
+    "eyas_step_seconds_total",
+    "eyas_steps_total",
+    "eyas_verification_calls_total",
+    "eyas_generation_tokens_total",
+)
 OUR_KEYS = ("draft", "draft_digest", "canary_draft", "canary_draft_digest", "canary_replicas")
 NUM_ATTEMPTS = 5  # of a change that others' changes get in the way of
 
@@ -92,29 +94,20 @@ def with_drafts(values: dict[str, Any], desired: Desired) -> dict[str, Any]:
 
 def parse_replicas(text: str) -> list[Replica]:
     """Return the replicas of a metrics page. Raises `RolloutError` where it is not one of ours."""
-    digests: dict[str, str | None] = {}
-    counts: dict[str, dict[str, float]] = {}
     try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == INFO:
-                    digests[sample.labels["replica"]] = sample.labels["draft_digest"] or None
-                elif sample.name in COUNTERS:
-                    name = COUNTERS[sample.name]
-                    counts.setdefault(sample.labels["replica"], {})[name] = sample.value
-        return [
-            Replica(
-                replica,
-                digest,
-                seconds=counts[replica]["seconds"],
-                steps=int(counts[replica]["steps"]),
-                calls=int(counts[replica]["calls"]),
-                tokens=int(counts[replica]["tokens"]),
-            )
-            for replica, digest in sorted(digests.items())
-        ]
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        names = sorted(one.labels["replica"] for one in samples if one.name == INFO)
+        digests = {one.labels["replica"]: one.labels["draft_digest"] for one in samples if one.name == DRAFT}
+        off = {one.labels["replica"] for one in samples if one.name == GIVEN_UP and one.value}
+        counts = {(one.labels["replica"], one.name): one.value for one in samples if one.name in COUNTERS}
+        return [_replica(name, digests.get(name), name in off, counts) for name in names]
     except (KeyError, ValueError) as error:
         raise RolloutError(f"the metrics page is not that of Eyas: {error!r}") from error
+
+
+def _replica(name: str, digest: str | None, is_off: bool, counts: Mapping[tuple[str, str], float]) -> Replica:
+    seconds, steps, calls, tokens = (counts[name, counter] for counter in COUNTERS)
+    return Replica(name, digest, is_off, seconds, int(steps), int(calls), int(tokens))
 
 
 def _keys(name: str, draft: DraftRef) -> dict[str, str]:

@@ -12,10 +12,13 @@ from ops.rollout.state import DraftRef
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One running replica: the weights that really draft, and its counters since it started."""
+    """One running replica: the weights in place, whether it gave them up and decodes plainly, and its
+    counters since it started.
+    """
 
     name: str
     digest: str | None
+    is_off: bool
     seconds: float
     steps: int
     calls: int

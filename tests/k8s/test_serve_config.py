@@ -55,10 +55,10 @@ def test_a_replica_fits_on_a_pod_and_all_replicas_have_one(overlay):
     assert application["args"].get("num_gpus", 0) == int(requests.get("nvidia.com/gpu", 0))
     (group,) = ray_service(overlay)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     (deployment,) = [d for d in application["deployments"] if d["name"] == "llm-server"]
-    scaling = deployment.get("autoscaling_config", {})
+    config = ServerConfig.model_validate(application["args"])
     assert deployment["max_replicas_per_node"] == 1
-    assert group["maxReplicas"] == scaling.get("max_replicas", application["args"].get("num_replicas", 1))
-    assert group["minReplicas"] == scaling.get("min_replicas", 1)
+    assert group["maxReplicas"] == (config.autoscaling.max_replicas or config.num_replicas)
+    assert group["minReplicas"] == config.autoscaling.min_replicas
 
 
 def test_the_files_that_the_config_names_are_mounted():

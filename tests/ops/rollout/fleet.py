@@ -45,7 +45,9 @@ class FakeFleet:
 
     def __init__(self, clock: FakeClock, num_replicas: int = 2, batch: int = 4, delay: float = 3.0) -> None:
         self.clock, self.batch, self.delay = clock, batch, delay
-        self.replicas = {f"r{idx}": Replica(f"r{idx}", "old", 0.0, 0, 0, 0) for idx in range(num_replicas)}
+        self.replicas = {
+            f"r{idx}": Replica(f"r{idx}", "old", False, 0.0, 0, 0, 0) for idx in range(num_replicas)
+        }
         self.desired = Desired(DraftRef(None, "old"))
         self.since = 0.0
         self.unloadable: set[str] = set()

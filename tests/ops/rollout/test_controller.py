@@ -69,6 +69,17 @@ def test_a_canary_that_is_lost_while_watching_is_an_error(world):
     assert "error: canary replica r0 is gone" in state.reason
 
 
+def test_a_canary_that_gives_its_draft_up_is_an_error(world):
+    def give_up(_: float) -> None:
+        if world.clock.time > 30:
+            world.fleet.replicas["r0"] = dataclasses.replace(world.fleet.replicas["r0"], is_off=True)
+
+    world.clock.sleepers.append(give_up)
+    state = roll_out(world, "id-better")
+    assert state.phase is Phase.ROLLED_BACK
+    assert "error: canary replica r0 gave the draft up" in state.reason
+
+
 def test_without_traffic_nothing_is_promoted(world):
     world.fleet.batch = 0
     state = roll_out(world, "id-better")

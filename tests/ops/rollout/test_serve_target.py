@@ -81,7 +81,9 @@ def page(*digests: str | None) -> str:
     for idx, digest in enumerate(digests):
         labels = f'model="tiny",replica="r{idx}"'
         lines += [
-            f'eyas_engine_info{{{labels},draft_digest="{digest or ""}",version="1"}} 1.0',
+            f'eyas_engine_info{{{labels},draft_digest="of the start",version="1"}} 1.0',
+            *([] if digest is None else [f'eyas_draft_trees_total{{{labels},draft_digest="{digest}"}} 7.0']),
+            f"eyas_draft_off{{{labels}}} {float(idx == 2)}",
             f"eyas_step_seconds_total{{{labels}}} 1.5",
             f"eyas_steps_total{{{labels}}} 10.0",
             f"eyas_verification_calls_total{{{labels}}} 40.0",
@@ -92,13 +94,14 @@ def page(*digests: str | None) -> str:
 
 
 def test_replicas_are_read_from_a_page():
-    assert parse_replicas(page("0" * 64, None)) == [
-        Replica("r0", "0" * 64, 1.5, 10, 40, 90),
-        Replica("r1", None, 1.5, 10, 40, 91),
+    assert parse_replicas(page("0" * 64, None, "1" * 64)) == [
+        Replica("r0", "0" * 64, False, 1.5, 10, 40, 90),
+        Replica("r1", None, False, 1.5, 10, 40, 91),
+        Replica("r2", "1" * 64, True, 1.5, 10, 40, 92),
     ]
 
 
-@pytest.mark.parametrize("text", ['{"error": 1}', 'eyas_engine_info{replica="r0",draft_digest=""} 1'])
+@pytest.mark.parametrize("text", ["<html><body>", 'eyas_engine_info{replica="r0",draft_digest=""} 1'])
 def test_a_page_that_is_not_ours_is_told(text):
     with pytest.raises(RolloutError, match="not that of Eyas"):
         parse_replicas(text)
