@@ -53,11 +53,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`margin` is the loss that is put up with, as a share; a bucket counts from `min_windows` in each
-    arm.
+    """`margin` is the share of acceptance length whose loss is put up with, `time_margin` the share that a
+    token may take longer; hosts that differ need a wider one. A bucket counts from `min_windows` in each arm.
     """
 
     margin: float = 0.03
+    time_margin: float = 0.03
     error_rate: float = 0.05
     max_looks: int = 10
     min_windows: int = 5
@@ -113,12 +114,11 @@ def judge(
     pairs = [(arms[0][bucket], arms[1][bucket]) for bucket in buckets]
     acceptance = _interval([_acceptance(*pair) for pair in pairs], limits)
     time = _interval([_time_per_token(*pair) for pair in pairs], limits)
-    verdict, reason = _decide(acceptance, time, limits.margin)
+    verdict, reason = _decide(acceptance, time, 1 - limits.margin, 1 + limits.time_margin)
     return Analysis(verdict, reason, acceptance, time, buckets)
 
 
-def _decide(acceptance: Interval, time: Interval, margin: float) -> tuple[Verdict, str]:
-    least, most = 1 - margin, 1 + margin
+def _decide(acceptance: Interval, time: Interval, least: float, most: float) -> tuple[Verdict, str]:
     text = (
         f"acceptance length {acceptance.estimate:.3f} of stable "
         f"({acceptance.low:.3f} to {acceptance.high:.3f}), "

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         registry, resolve_model(options.model), cache_folder() / "fetched", options.replica_registry
     )
     target = ServeTarget(source, lambda: fetch(f"{options.server.rstrip('/')}/metrics"))
-    limits = Limits(margin=options.margin, max_looks=options.looks)
+    limits = Limits(margin=options.margin, time_margin=options.time_margin, max_looks=options.looks)
     pace = Pace(
         window_s=options.window,
         windows_per_look=options.windows,

@@ -48,6 +48,12 @@ def test_many_windows_tell_drafts_apart(length, step_s, verdict):
     assert analysis.buckets == (4,)
 
 
+def test_a_wider_margin_of_time_puts_up_with_slower_steps():
+    arms = draw(800, 2.0, 0.012, 4, 1), draw(800, 2.0, 0.010, 4, 2)
+    limits = dataclasses.replace(LIMITS, time_margin=0.3)
+    assert judge(*arms, (), limits).verdict is Verdict.PASS
+
+
 def test_few_windows_of_equal_drafts_are_inconclusive():
     assert judge(draw(5, 2, 0.01, 4, 1), draw(5, 2, 0.01, 4, 2), (), LIMITS).verdict is Verdict.INCONCLUSIVE
 
