@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.dispatch_metrics import dispatch_families
 from app.live import LiveStatus
 from app.ready import NOT_TIMED, ReadyTimes
 from app.replica_metrics import replica_families
@@ -215,6 +216,7 @@ class _Snapshots(Collector):
             )
         yield self._calls()
         yield from replica_families(self._replicas)
+        yield from dispatch_families(self._replicas)
         for name, (text, bounds) in HISTOGRAMS.items():
             yield self._histogram(name, text, bounds)
 

@@ -27,6 +27,7 @@ from ops.rollout.state import Phase
 from ops.rollout.state_store import FileStore
 from tests.app.tiny_model import write_random_draft, write_random_model
 from tests.e2e.test_serve import free_port
+from tests.k8s.queries import dashboard_queries, exported, recorded, rule_queries, unknown_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -212,6 +213,8 @@ def test_drafts_are_promoted_rolled_back_and_refused_while_streams_run(site, str
     assert worse.stdout.startswith("rolled-back: ")
     assert site.digests() == [weights(site, "good")] * 2
     refused_before_any_replica_sees_it(site)
+    known = exported(httpx.get(f"{site.server}/metrics").text) | recorded()
+    assert unknown_metrics(rule_queries() + dashboard_queries(), known) == set()
 
 
 def refused_before_any_replica_sees_it(site: Site) -> None:
