@@ -35,9 +35,10 @@ SERVER = "llm-server"
 
 # The engine's own queue limit answers 429 at once; Serve must not hold calls back before it.
 MAX_ONGOING_REQUESTS = 100_000
+NUM_ATTEMPTS = 2
 MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time either
 HEALTH_PERIOD_S = 2.0  # Serve acts on the third failure
-LOOK_BACK_S = 10.0  # over which figures are averaged
+LOOK_BACK_S = 15.0  # over which figures are averaged; replicas send theirs every 10 s
 ROUTING_PERIOD_S = 2.0  # a request is routed by figures of this age at most
 CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
 
@@ -108,6 +109,24 @@ class HandleBackend:
         self._streams = handle.options(stream=True)
 
     async def answer(self, call: Call, call_id: str) -> Messages:
+        """Yield what a replica answers. One that died before its first word has lost nothing: another one is
+        asked, once, since the call itself may be what kills.
+        """
+        has_begun = False
+        for attempt in range(NUM_ATTEMPTS):
+            try:
+                async with aclosing(
+                    self._ask(call, f"{call_id}.{attempt}" if attempt else call_id)
+                ) as answer:
+                    async for message in answer:
+                        has_begun = True
+                        yield message
+                return
+            except EngineDeadError:
+                if has_begun or attempt + 1 == NUM_ATTEMPTS:
+                    raise
+
+    async def _ask(self, call: Call, call_id: str) -> Messages:
         response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(call, call_id)
         try:
             async for message in response:

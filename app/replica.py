@@ -5,6 +5,7 @@ Ray is not known here; answering calls is left to `server`.
 
 import asyncio
 import itertools
+import logging
 import time
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -20,6 +21,8 @@ from app.replica_load import LoadMeter
 from app.server import LLMServer
 from app.tokenizer import Tokenizer
 from engine import AsyncEngine, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class Replica:
@@ -39,6 +42,7 @@ class Replica:
         """Fetch the model where it is absent, start the engine and let it emit one token. Raises
         `ModelLoadError`, `ConfigError`.
         """
+        logger.info("configuration %s", config.model_dump_json())
         times = [time.monotonic()]
         engine_config = await asyncio.to_thread(config.engine_config)
         tokenizer, template = Tokenizer(engine_config.model), ChatTemplate(engine_config.model)

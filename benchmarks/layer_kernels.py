@@ -110,13 +110,14 @@ def op_calls(layers: Layers, num_tokens: int) -> dict[str, Callable[[LayerOps], 
     gate_up = draw(num_tokens, 2 * shape.intermediate_size)
     qkv = draw(num_tokens, shape.num_heads + 2 * kv_heads, head_dim)
     kv, angles = draw(2, 4096, kv_heads, head_dim), layers.angles(num_tokens)
+    token_ids = torch.arange(num_tokens, device=DEVICE)
     dest_idx = torch.randperm(4096, device=DEVICE)[:num_tokens]
     float8 = kv.to(torch.float8_e4m3fn)
     scales = torch.ones(kv_heads, device=DEVICE), torch.ones(kv_heads, device=DEVICE)
     return {
         "norm": lambda ops: ops.norm(x, weight, EPS),
         "add_norm": lambda ops: ops.add_norm(delta, x, weight, EPS),
-        "norm_pair": lambda ops: ops.norm_pair(x, weight, delta, weight, EPS),
+        "embed": lambda ops: ops.embed(token_ids, token_ids, x, layers.rotary.table, weight, EPS),
         "silu_mul": lambda ops: ops.silu_mul(gate_up),
         "rope_store": lambda ops: ops.rope_store(qkv, angles, kv[0], kv[1], dest_idx),
         "rope_store fp8": lambda ops: ops.rope_store(qkv, angles, float8[0], float8[1], dest_idx, scales),

@@ -7,9 +7,7 @@ Run: python benchmarks/plain_decoding.py DTYPE
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, Request, SamplingParams, resolve_model
-from engine.environment import core_environment
+from engine.environment import enter_core_environment
 from engine.model.config import ModelConfig
 from engine.runner.calibrate import DTYPES
 from engine.runner.worker import load_target
@@ -92,7 +90,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "_EYAS_CORE" not in os.environ:  # the C library reads its settings at a start only
-        environment = core_environment() | {"_EYAS_CORE": "1"}
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)  # noqa: S606
+    enter_core_environment()
     main()

@@ -13,6 +13,7 @@ from engine.dispatcher.state import DispatchState
 from engine.draft.inspect import DraftFacts, inspect_draft
 from engine.draft_status import NO_DRAFT, DraftState, DraftStatus
 from engine.engine import Engine
+from engine.environment import enter_core_environment
 from engine.errors import (
     CapacityError,
     ConfigError,
@@ -83,6 +84,7 @@ __all__ = [
     "acceptance_length",
     "cache_folder",
     "chain",
+    "enter_core_environment",
     "explain",
     "inspect_draft",
     "predict_bytes",

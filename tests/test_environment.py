@@ -29,6 +29,26 @@ def test_a_users_own_settings_are_kept_and_come_last(monkeypatch):
     assert environment["EYAS_CACHE"] == "/cache"
 
 
+def test_a_core_in_a_core_environment_changes_nothing_more(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", core_environment()["GLIBC_TUNABLES"])
+    assert core_environment()["GLIBC_TUNABLES"] == os.environ["GLIBC_TUNABLES"]
+
+
+def test_a_process_enters_the_environment_once_with_all_its_arguments(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    script = (
+        "import os, sys; from engine.environment import enter_core_environment\n"
+        "print(os.environ['GLIBC_TUNABLES'], sys.argv[1:], os.getpid(), flush=True)\n"
+        "enter_core_environment()\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, "a b", "--c"]
+    first, second = subprocess.run(
+        command, env={**core_environment(), **os.environ}, capture_output=True, check=True, text=True
+    ).stdout.splitlines()
+    assert first.startswith("glibc.malloc.arena_max=2 ['a b', '--c'] ")
+    assert second == first.replace("glibc.malloc", "glibc.malloc.hugetlb=1:glibc.malloc", 1)
+
+
 def huge_kilobytes(environment):
     command = [sys.executable, "-W", "ignore", "-c", ALLOCATE]
     return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)

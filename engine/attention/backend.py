@@ -62,12 +62,9 @@ class AttentionBackend(Protocol):
         """True where `bind` and its function read lengths on the device only, so that a CUDA graph of them
         serves any batch of the same sizes, at a cost that follows the real lengths.
         """
-        ...
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         """Prepare whatever the layers of one pass share, and return the function that each layer calls."""
-        ...
 
     def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
         """Do the same for chunks of prompts."""
-        ...

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionLayout, PrefillLayout
 from engine.draft.network import DraftNetwork
-from engine.draft.ops import AlignWindow, DraftOps, TorchDraftOps, place_children
+from engine.draft.ops import DraftOps, TorchDraftOps, place_children
 from engine.draft.pairs import HeadInput
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
 from engine.sampling.sampler import sample_children
 from engine.speculation import DraftOutput, TreeTensors
+from engine.step_rows import AlignWindow
 
 
 @dataclass(frozen=True, slots=True)

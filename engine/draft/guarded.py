@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from engine.draft.drafter import Drafter, DraftNoise, PromptPairs
 from engine.draft.network import DraftNetwork
-from engine.draft.ops import AlignWindow
 from engine.kvcache.kv_pool import KVPool
 from engine.speculation import DraftOutput, TreeTensors
+from engine.step_rows import AlignWindow
 
 logger = logging.getLogger(__name__)
 

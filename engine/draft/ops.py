@@ -14,26 +14,7 @@ from engine.draft.pairs import HeadInput
 from engine.kvcache.kv_pool import slots_of
 from engine.sampling.sampler import best_children
 from engine.speculation import DraftOutput, TreeTensors
-
-
-@dataclass(frozen=True, slots=True)
-class AlignWindow:
-    """A consecutive positions of each row, of which the pending ones lack draft K/V; before them it is
-    cached.
-
-    positions: [B, A] int64, ending at the root where a tree is drafted; is_pending: [B, A] bool, True at the
-    last. token_ids: [B, A] int64; features: [B, A, F], the target's taps of the position before. The cached
-    window is [prefix_start, prefix_end), both [B] int64, where prefix_end is the first pending position.
-    block_tables: [B, P] int64 reach past the root.
-    """
-
-    positions: Tensor
-    is_pending: Tensor
-    token_ids: Tensor
-    features: Tensor
-    prefix_start: Tensor
-    prefix_end: Tensor
-    block_tables: Tensor
+from engine.step_rows import AlignWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +49,6 @@ class DraftOps(Protocol):
         self, head: DraftNetwork, window: AlignWindow, fused: Tensor, block_size: int
     ) -> WindowPass:
         """Prepare the pass over a window with its features fused, [T, H]."""
-        ...
 
     def open_level(
         self,
@@ -84,7 +64,6 @@ class DraftOps(Protocol):
         feature: [B, V, H], the head's of the V nodes of the level above. What padding reads is finite where
         all of it is, and means nothing else.
         """
-        ...
 
     def choose(
         self, head: DraftNetwork, tree: TreeTensors, depth: int, logits: Tensor, draft: DraftOutput
@@ -92,7 +71,6 @@ class DraftOps(Protocol):
         """Take the best children of the nodes at `depth` from logits [B * W, draft_vocab_size]: write the
         first R of each into `draft.children` and the tokens of the next level into `draft.token_ids`.
         """
-        ...
 
 
 class TorchDraftOps:

@@ -5,10 +5,11 @@
 from torch import Tensor
 
 from engine.draft.network import DraftNetwork
-from engine.draft.ops import AlignWindow, LevelPass, WindowPass
+from engine.draft.ops import LevelPass, WindowPass
 from engine.draft.pairs import HeadInput
 from engine.kernels.draft import Pairs, PairTables, choose_children, open_level, open_window
 from engine.speculation import DraftOutput, TreeTensors
+from engine.step_rows import AlignWindow
 
 
 class TritonDraftOps:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.embed import copy_angles
 from engine.kernels.norm import scaled, warps_of_row
 from engine.kernels.ordered_key import id_of_packed
 from engine.kernels.topk import find_leaders
@@ -140,13 +141,14 @@ def choose_children(
     assert children is not None
     for x in (target_ids, tree.columns, tree.parents, tree.ranks, tree.is_node, token_ids, children):
         assert x.is_contiguous(), x.stride()
-    leaders = find_leaders(logits, children.shape[2], overlap=overlap)
+    num_found = min(children.shape[2], logits.shape[1])
+    leaders = find_leaders(logits, num_found, overlap=overlap)
     level = tree.level(depth) if depth else slice(-1, 0)
     _place_kernel[(leaders.shape[0],)](
         *(leaders, target_ids, tree.columns, tree.parents, tree.ranks, tree.is_node.view(torch.uint8)),
         *(token_ids, children, level.start, level.stop - level.start),
-        *(tree.columns.shape[1], tree.num_nodes, leaders.shape[1]),
-        NUM_CHILDREN=children.shape[2],
+        *(tree.columns.shape[1], tree.num_nodes, children.shape[2], leaders.shape[1]),
+        NUM_FOUND=num_found,
         BLOCK=triton.next_power_of_2(leaders.shape[1]),
         BLOCK_NODES=triton.next_power_of_2(tree.num_nodes),
         OVERLAP=overlap,
@@ -162,13 +164,6 @@ def _room(tables: PairTables, num_pairs: int, feature: Tensor) -> Pairs:
         residual=feature.new_empty(num_pairs, size),
         angles=tables.angles.new_empty(num_pairs, tables.angles.shape[1]),
     )
-
-
-@triton.jit
-def _copy_angles(table, out, pair, position, size, BLOCK: tl.constexpr):
-    """Copy the row of a position."""
-    idx = tl.arange(0, BLOCK)
-    tl.store(out + pair * size + idx, tl.load(table + position * size + idx, idx < size), idx < size)
 
 
 @triton.jit
@@ -257,7 +252,7 @@ def _open_window_kernel(
         row, own = pair // width, pair % width
         position = tl.load(positions + pair)
         reached = tl.maximum(position, 0)
-        _copy_angles(angle_table, angles, pair, reached, angle_size, BLOCK_ANGLES)
+        copy_angles(angle_table, angles + pair * angle_size, reached, angle_size, BLOCK_ANGLES)
         key = tl.arange(0, BLOCK_WIDTH)
         is_shown = tl.load(is_pending + row * width + key, key < width, 0) != 0
         is_shown = (is_shown & (key < own)) | (key == own)
@@ -329,10 +324,10 @@ def _open_level_kernel(
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         position = tl.load(end + row) + depth - 1
-        _copy_angles(angle_table, angles, pair, position, angle_size, BLOCK_ANGLES)
+        copy_angles(angle_table, angles + pair * angle_size, position, angle_size, BLOCK_ANGLES)
 
 
-@triton.jit(do_not_specialize=["start", "width", "num_columns", "num_nodes", "num_leaders"])
+@triton.jit(do_not_specialize=["start", "width", "num_columns", "num_nodes", "num_children", "num_leaders"])
 def _place_kernel(
     leaders,
     target_ids,
@@ -346,8 +341,9 @@ def _place_kernel(
     width,
     num_columns,
     num_nodes,
+    num_children,
     num_leaders,
-    NUM_CHILDREN: tl.constexpr,
+    NUM_FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -367,9 +363,9 @@ def _place_kernel(
     if node < num_nodes:
         idx = tl.arange(0, BLOCK)
         packed = tl.load(leaders + pair * num_leaders + idx, idx < num_leaders, 0)
-        for rank in range(NUM_CHILDREN):
+        for rank in range(NUM_FOUND):
             highest = tl.max(packed, 0)
             token = tl.load(target_ids + id_of_packed(highest))
-            tl.store(children + (row * num_nodes + node) * NUM_CHILDREN + rank, token)
+            tl.store(children + (row * num_nodes + node) * num_children + rank, token)
             tl.store(token_ids + at, tl.zeros([BLOCK_NODES], tl.int64) + token, is_child & (rank_of == rank))
             packed = tl.where(packed == highest, 0, packed)

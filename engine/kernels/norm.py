@@ -58,31 +58,6 @@ def add_rms_norm(
     return normed, total
 
 
-def rms_norm_pair(
-    a: Tensor, weight_a: Tensor, b: Tensor, weight_b: Tensor, eps: float, *, overlap: bool = False
-) -> Tensor:
-    """Return the `rms_norm`s of a and b [T, H] side by side, [T, 2 * H]."""
-    num_tokens, size = a.shape
-    out = a.new_empty(num_tokens, 2 * size)
-    block = triton.next_power_of_2(size)
-    _rms_norm_pair_kernel[(num_tokens, 2)](
-        _rows(a),
-        weight_a,
-        _rows(b),
-        weight_b,
-        out,
-        a.stride(0),
-        b.stride(0),
-        size,
-        eps,
-        BLOCK=block,
-        OVERLAP=overlap,
-        num_warps=warps_of_row(block),
-        launch_pdl=overlap,
-    )
-    return out
-
-
 def _rows(x: Tensor) -> Tensor:
     assert x.stride(-1) == 1, f"rows must be contiguous, found strides {x.stride()}"
     return x
@@ -100,47 +75,18 @@ def scaled(x, weight, size, eps) -> tl.tensor:
 
 
 @triton.jit
-def _norm_row(x_ptr, weight_ptr, out_ptr, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Normalise one row of `size` elements."""
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < size
     weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
     normed = scaled(x, weight, size, eps)
-    tl.store(out_ptr + column, normed.to(out_ptr.dtype.element_ty), mask=is_column)
-
-
-@triton.jit
-def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    _norm_row(x_ptr + row * x_stride, weight_ptr, out_ptr + row * size, size, eps, BLOCK, OVERLAP)
-
-
-@triton.jit
-def _rms_norm_pair_kernel(
-    a_ptr,
-    weight_a_ptr,
-    b_ptr,
-    weight_b_ptr,
-    out_ptr,
-    a_stride,
-    b_stride,
-    size,
-    eps,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    out_row = out_ptr + row * 2 * size
-    # Two branches rather than two pointers: a chosen pointer would lose its alignment.
-    if tl.program_id(1) == 0:
-        _norm_row(a_ptr + row * a_stride, weight_a_ptr, out_row, size, eps, BLOCK, OVERLAP)
-    else:
-        _norm_row(b_ptr + row * b_stride, weight_b_ptr, out_row + size, size, eps, BLOCK, OVERLAP)
+    tl.store(out_ptr + row * size + column, normed.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
 @triton.jit

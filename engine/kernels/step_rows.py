@@ -3,71 +3,23 @@
 What the numbers mean is left to `runner/slot_state`, whose torch it equals.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.speculation import DraftOutput, Verification
+from engine.speculation import Verification
+from engine.step_rows import AlignWindow, CommittedRows, SlotTables, StepRows
 
 _COPY_BLOCK = 2048
 
 
-class SlotTables(NamedTuple):
-    """The state of S slots that a step needs.
-
-    seq_len, root_token, draft_len, draft_start: [S] int64; tokens: [S, W + 1] int64 and features:
-    [S, W + 1, F], rings of W; block_tables: [S, P] int64; integers: [I, S] int64; numbers: [J, S] float32.
-    """
-
-    seq_len: Tensor
-    root_token: Tensor
-    draft_len: Tensor
-    draft_start: Tensor
-    tokens: Tensor
-    features: Tensor
-    block_tables: Tensor
-    integers: Tensor
-    numbers: Tensor
+def open_rows(slots: Tensor, depths: Tensor, tables: SlotTables, rows: StepRows) -> None:
+    """Fill `rows` from the slots [B] int64; depths: [B, N] int64, of the nodes."""
+    _open(slots, depths, tables, rows, None)
 
 
-class OpenRows(NamedTuple):
-    """What a step holds of its B rows: root_positions [B], positions [B, N] and block_tables [B, P] int64,
-    integers [I, B] int64, numbers [J, B] float32; all contiguous.
-    """
-
-    root_positions: Tensor
-    positions: Tensor
-    block_tables: Tensor
-    integers: Tensor
-    numbers: Tensor
-
-
-class WindowRows(NamedTuple):
-    """A window of A positions per row: positions, token_ids [B, A] int64, is_pending [B, A] bool, features
-    [B, A, F], prefix_start, prefix_end [B] int64.
-    """
-
-    positions: Tensor
-    is_pending: Tensor
-    token_ids: Tensor
-    features: Tensor
-    prefix_start: Tensor
-    prefix_end: Tensor
-
-
-def open_rows(slots: Tensor, depths: Tensor, tables: SlotTables, rows: OpenRows, draft: DraftOutput) -> None:
-    """Fill `rows` from the slots [B] int64; depths: [B, N] int64. `draft` begins with the root of each row,
-    and -1 elsewhere.
-    """
-    _open(slots, depths, tables, rows, draft, None, 0)
-
-
-def open_window(
-    slots: Tensor, depths: Tensor, tables: SlotTables, rows: OpenRows, draft: DraftOutput, width: int
-) -> WindowRows:
+def open_window(slots: Tensor, depths: Tensor, tables: SlotTables, rows: StepRows, width: int) -> AlignWindow:
     """Open the rows as `open_rows` does and return the window of their last `width` positions, which count
     as cached in the draft from now on.
     """
@@ -76,40 +28,45 @@ def open_window(
     def room(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=slots.device)
 
-    window = WindowRows(
+    window = AlignWindow(
         positions=room(width),
         is_pending=room(width, dtype=torch.bool),
         token_ids=room(width),
         features=room(width, feature_size, dtype=tables.features.dtype),
         prefix_start=room(),
         prefix_end=room(),
+        block_tables=rows.block_tables,
     )
-    _open(slots, depths, tables, rows, draft, window, width)
+    _open(slots, depths, tables, rows, window)
     return window
 
 
 def _open(
-    slots: Tensor,
-    depths: Tensor,
-    tables: SlotTables,
-    rows: OpenRows,
-    draft: DraftOutput,
-    window: WindowRows | None,
-    width: int,
+    slots: Tensor, depths: Tensor, tables: SlotTables, rows: StepRows, window: AlignWindow | None
 ) -> None:
     num_rows, num_nodes = depths.shape
-    for x in (*tables, *rows, depths, slots, draft.token_ids):
+    children = rows.draft.children
+    state = (
+        *(tables.seq_len, tables.root_token, tables.draft_len, tables.draft_start, tables.tokens),
+        *(tables.features, tables.block_tables, tables.integers, tables.numbers),
+    )
+    opened = (rows.root_positions, rows.positions, rows.block_tables, rows.integers, rows.numbers)
+    for x in (*state, *opened, depths, slots, rows.draft.token_ids):
         assert x.is_contiguous(), x.stride()
-    children = draft.children
     assert children is None or children.is_contiguous()
     outputs: tuple[Tensor | None, ...] = (None,) * 6
+    width = 0
     if window is not None:
-        outputs = window._replace(is_pending=window.is_pending.view(torch.uint8))
+        width = window.positions.shape[1]
+        outputs = (
+            *(window.positions, window.is_pending.view(torch.uint8), window.token_ids),
+            *(window.features, window.prefix_start, window.prefix_end),
+        )
     _open_kernel[(num_rows, 2 + width)](
-        *(slots, depths, *tables, *rows, draft.token_ids, children, *outputs),
+        *(slots, depths, *state, *opened, rows.draft.token_ids, children, *outputs),
         *(tables.seq_len.shape[0], num_rows, num_nodes, 0 if children is None else children[0].numel()),
         *(tables.block_tables.shape[1], rows.block_tables.shape[1]),
-        *(tables.tokens.shape[1] - 1, tables.features.shape[2], width),
+        *(tables.window, tables.features.shape[2], width),
         NUM_INTEGERS=tables.integers.shape[0],
         NUM_NUMBERS=tables.numbers.shape[0],
         BLOCK_NODES=triton.next_power_of_2(num_nodes),
@@ -122,39 +79,41 @@ def _open(
 def commit_step(
     slots: Tensor,
     tables: SlotTables,
-    rows: OpenRows,
-    token_ids: Tensor,
+    rows: StepRows,
     verification: Verification,
     features: Tensor,
     block_size: int,
     *,
     overlap: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Advance the slots [B] by a verified step of drafts token_ids [B, N], with features [B, N, F].
+) -> CommittedRows:
+    """Advance the slots [B] by a verified step, with features [B, N, F] of its nodes.
 
-    Returns (answer [B, D + 2], pool_slots [B * (D + 1)], scratch_rows [B * (D + 1)]), int64, as
-    `runner/step_rows.CommittedRows` says. Slot 0 stays empty. `overlap`: see `norm.rms_norm`.
+    Slot 0 stays empty. `overlap`: see `norm.rms_norm`.
     """
     num_rows, num_steps = verification.path.shape
     num_nodes, feature_size = features.shape[1:]
-    for x in (*tables, *rows, slots, token_ids, features, verification.path, verification.token_ids):
+    state = (tables.seq_len, tables.root_token, tables.tokens, tables.features)
+    known = (rows.root_positions, rows.block_tables, rows.draft.token_ids, features)
+    # Sampled children tell nothing of ranks: one may be wrong though it is the token.
+    children = rows.draft.children if rows.draft.probs is None else None
+    found = (verification.path, verification.num_accepted, verification.next_token, verification.token_ids)
+    for x in (slots, *state, *known, *found):
         assert x.is_contiguous(), x.stride()
-    answer = torch.empty(num_rows, num_steps + 1, dtype=torch.int64, device=slots.device)
+    assert children is None or children.is_contiguous()
+    answer = torch.empty(num_rows, 2 * num_steps + 3, dtype=torch.int64, device=slots.device)
     pool_slots, scratch_rows = torch.empty_like(verification.path), torch.empty_like(verification.path)
     _commit_kernel[(num_rows, 1 + (num_steps if feature_size else 0))](
-        *(slots, tables.seq_len, tables.root_token, tables.tokens, tables.features),
-        *(rows.root_positions, rows.block_tables, token_ids, features),
-        *(verification.path, verification.num_accepted, verification.next_token, verification.token_ids),
-        *(verification.is_finite.view(torch.uint8), answer, pool_slots, scratch_rows),
-        *(num_nodes, num_steps, rows.block_tables.shape[1], block_size),
-        *(tables.tokens.shape[1] - 1, feature_size),
+        *(slots, *state, *known, *found, verification.is_finite.view(torch.uint8), children),
+        *(answer, pool_slots, scratch_rows, num_nodes, num_steps),
+        *(rows.block_tables.shape[1], block_size, tables.window, feature_size),
+        NUM_CHILDREN=1 if children is None else children.shape[2],
         BLOCK_STEPS=triton.next_power_of_2(num_steps),
         BLOCK=_COPY_BLOCK,
         OVERLAP=overlap,
         num_warps=4,
         launch_pdl=overlap,
     )
-    return answer, pool_slots.flatten(), scratch_rows.flatten()
+    return CommittedRows(answer, pool_slots.flatten(), scratch_rows.flatten())
 
 
 @triton.jit
@@ -276,6 +235,20 @@ def _open_kernel(
         _copy(source, window_features + (row * width + idx) * feature_size, feature_size, BLOCK)
 
 
+@triton.jit
+def _rank_at(children, node, token, NUM_CHILDREN: tl.constexpr):
+    """Return (rank, of how many) of a token among the children of a node, as `draft.ranks` has them."""
+    rank, num_ranks = tl.full([], -1, tl.int64), tl.full([], -1, tl.int64)
+    if children is not None:
+        num_ranks = tl.full([], NUM_CHILDREN, tl.int64)
+        if tl.load(children + node * NUM_CHILDREN) >= 0:
+            rank = num_ranks
+            for idx in tl.static_range(NUM_CHILDREN):
+                child = tl.load(children + node * NUM_CHILDREN + NUM_CHILDREN - 1 - idx)
+                rank = tl.where(child == token, NUM_CHILDREN - 1 - idx, rank)
+    return rank, num_ranks
+
+
 @triton.jit(do_not_specialize=["num_nodes", "num_steps", "num_blocks", "block_size", "ring"])
 def _commit_kernel(
     slots,
@@ -292,6 +265,7 @@ def _commit_kernel(
     next_token,
     emitted,
     is_finite,
+    children,
     answer,
     pool_slots,
     scratch_rows,
@@ -301,6 +275,7 @@ def _commit_kernel(
     block_size,
     ring,
     feature_size,
+    NUM_CHILDREN: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -317,8 +292,14 @@ def _commit_kernel(
         position = root + step
         node = tl.load(path + at, is_step)
         token = tl.load(emitted + at, is_step)
-        tl.store(answer + row * (num_steps + 1) + step, token, is_step)
-        tl.store(answer + row * (num_steps + 1) + num_steps, tl.load(is_finite + row).to(tl.int64))
+        out = answer + row * (2 * num_steps + 3)
+        tl.store(out + step, token, is_step)
+        tl.store(out + num_steps + step, node, is_step)
+        last = tl.load(path + row * num_steps + accepted)
+        rank, num_ranks = _rank_at(children, row * num_nodes + last, tl.load(next_token + row), NUM_CHILDREN)
+        tl.store(out + 2 * num_steps, rank)
+        tl.store(out + 2 * num_steps + 1, num_ranks)
+        tl.store(out + 2 * num_steps + 2, tl.load(is_finite + row).to(tl.int64))
         block_idx = tl.minimum(position // block_size, num_blocks - 1)
         block = tl.load(row_tables + row * num_blocks + block_idx, is_kept, 0)
         tl.store(pool_slots + at, tl.where(is_kept, block * block_size + position % block_size, 0), is_step)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kvcache.finite import finite
-from engine.layers.rotary import Angles, rotate_qkv
+from engine.layers.rotary import Angles, angles_of, rotate_qkv
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -18,21 +18,22 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 class LayerOps(Protocol):
     """What a decoder layer does besides its products. Every implementation rounds where torch's does."""
 
+    def embed(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Angles]:
+        """Return (`norm` of the embedded tokens, the embedded tokens, both [T, H], and their angles).
+
+        token_ids, positions: [T] int64, where an id below 0 reads row 0; rows: [V, H]; table: `Rotary`'s.
+        """
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [T, H] scaled to unit root mean square, times weight [H]; rounded once."""
-        ...
 
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (`norm` of the new residual, the new residual residual + delta), both [T, H]."""
-        ...
-
-    def norm_pair(self, a: Tensor, weight_a: Tensor, b: Tensor, weight_b: Tensor, eps: float) -> Tensor:
-        """Return the `norm`s of a and b [T, H] side by side, [T, 2 * H]."""
-        ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [T, I], of gate_up [T, 2 * I]."""
-        ...
 
     def rope_store(
         self,
@@ -49,11 +50,16 @@ class LayerOps(Protocol):
         row t), made `finite`. Destinations in float8_e4m3fn hold value / scale, clamped, where `scales` are
         those of K and of V, [Hkv] float32. May turn q in place: qkv is used up, and q need not be contiguous.
         """
-        ...
 
 
 class TorchOps:
     """Plain torch on any device; differentiable, but for what `rope_store` keeps."""
+
+    def embed(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Angles]:
+        embedded = F.embedding(token_ids.clamp(min=0), rows)
+        return self.norm(embedded, weight, eps), embedded, angles_of(table, positions)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # The same sums as `F.rms_norm` bit for bit, in half the operations: at a token the operations cost.
@@ -64,9 +70,6 @@ class TorchOps:
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + delta
         return self.norm(residual, weight, eps), residual
-
-    def norm_pair(self, a: Tensor, weight_a: Tensor, b: Tensor, weight_b: Tensor, eps: float) -> Tensor:
-        return torch.cat((self.norm(a, weight_a, eps), self.norm(b, weight_b, eps)), dim=-1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

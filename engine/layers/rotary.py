@@ -51,8 +51,13 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> Angles:
         """Return (cos, sin), each [T, 1, head_dim], of `positions` [T] int64."""
-        cos, sin = F.embedding(positions, self.table).unsqueeze(1).chunk(2, dim=-1)
-        return cos, sin
+        return angles_of(self.table, positions)
+
+
+def angles_of(table: Tensor, positions: Tensor) -> Angles:
+    """Return (cos, sin) of `positions` [T] int64 from the table of a `Rotary`."""
+    cos, sin = F.embedding(positions, table).unsqueeze(1).chunk(2, dim=-1)
+    return cos, sin
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:

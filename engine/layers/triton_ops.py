@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from engine.kernels.activation import silu_mul
-from engine.kernels.norm import add_rms_norm, rms_norm, rms_norm_pair
+from engine.kernels.embed import embed_rms_norm
+from engine.kernels.norm import add_rms_norm, rms_norm
 from engine.kernels.rope import rope_store
 from engine.layers.rotary import Angles
 
@@ -17,14 +18,18 @@ class TritonOps:
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
 
+    def embed(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Angles]:
+        normed, embedded, angles = embed_rms_norm(token_ids, positions, rows, table, weight, eps)
+        cos, sin = angles.unsqueeze(1).chunk(2, dim=-1)
+        return normed, embedded, (cos, sin)
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps, overlap=self._overlap)
 
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(delta, residual, weight, eps, overlap=self._overlap)
-
-    def norm_pair(self, a: Tensor, weight_a: Tensor, b: Tensor, weight_b: Tensor, eps: float) -> Tensor:
-        return rms_norm_pair(a, weight_a, b, weight_b, eps, overlap=self._overlap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up, overlap=self._overlap)

@@ -72,12 +72,13 @@ class LlamaForCausalLM(nn.Module):
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
-        """Run T tokens, `token_ids` and `positions` [T] int64, through every layer."""
-        angles = self.rotary(positions)
-        residual = self.embed_tokens(token_ids)
+        """Run T tokens, `token_ids` and `positions` [T] int64, through every layer; an id below 0, padding,
+        counts as token 0.
+        """
         layers = cast("list[DecoderLayer]", self.layers)
         norm, *next_norms = *(layer.input_norm for layer in layers), self.norm
-        x = self.ops.norm(residual, norm.weight, norm.eps)
+        rows, table = self.embed_tokens.weight, self.rotary.table
+        x, residual, angles = self.ops.embed(token_ids, positions, rows, table, norm.weight, norm.eps)
         tapped: dict[int, Tensor] = {}
         for layer_idx, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
             delta, residual = layer.forward(x, residual, angles, attend, layer_idx, self.ops)

@@ -12,15 +12,14 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionLayout
 from engine.config import DraftMode
 from engine.draft.drafter import DraftNoise, TreeDrafter
-from engine.draft.ranks import ranks_at
 from engine.kvcache.kv_pool import KVPool
 from engine.kvcache.tree_scratch import TreeScratch
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
-from engine.runner.step_rows import StepRows
 from engine.sampling.verify import Verify
 from engine.speculation import SamplingFlags, TreeTensors
+from engine.step_rows import StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,7 @@ class DecodeStep:
             q = q.view(*shape, *q.shape[1:])
             return attend_pages(q, k, v, *self._pool.layers[layer_idx]).flatten(0, 1)
 
-        token_ids = rows.draft.token_ids.clamp(min=0).flatten()
-        output = self._target(token_ids, rows.positions.flatten(), attend)
+        output = self._target(rows.draft.token_ids.flatten(), rows.positions.flatten(), attend)
         logits = self._target.logits(output.hidden).view(*shape, -1)
         # The feature size may be 0, which a view cannot infer.
         return NodeOutput(logits, output.features.view(*shape, output.features.shape[1]), scratch)
@@ -118,8 +116,7 @@ class DecodeStep:
     def commit(self, batch: DecodeBatch, rows: StepRows, output: NodeOutput) -> Tensor:
         """Verify, move the accepted path from scratch to pages, and advance the rows.
 
-        Returns [B, 2 D + 5] int64: what each row emitted, D + 1 columns padded with -1; its path, as many;
-        the draft's rank of its last token, and of how many; and whether its logits were finite.
+        Returns the answer [B, 2 D + 5] int64 of `CommittedRows`.
         """
         sampling = self._state.sampling(batch.slots, rows, batch.flags)
         verification = self._verify(output.logits, rows.draft, batch.tree, sampling, rows.root_positions)
@@ -127,7 +124,4 @@ class DecodeStep:
             batch.slots, rows, verification, output.features, self._block_size, sampling.is_penalized
         )
         self._pool.commit(committed.pool_slots, output.scratch, committed.scratch_rows)
-        answer, path = committed.answer, verification.path
-        last = path.gather(1, verification.num_accepted[:, None])[:, 0]
-        ranks = ranks_at(rows.draft, last, verification.next_token)
-        return torch.cat((answer[:, :-1], path, ranks, answer[:, -1:]), dim=1)
+        return committed.answer

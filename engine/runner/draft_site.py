@@ -140,5 +140,6 @@ def _restart(state: SlotState, restarts: Sequence[DraftRestart]) -> None:
     )
     numbers = [int(value) for column in columns for value in column]
     slots, starts, is_prefilling = upload(numbers, torch.int64, state.device).view(3, -1)
-    state.draft_start[slots] = starts
-    state.draft_len[slots] = torch.where(is_prefilling > 0, state.seq_len[slots], starts)
+    tables = state.tables
+    tables.draft_start[slots] = starts
+    tables.draft_len[slots] = torch.where(is_prefilling > 0, tables.seq_len[slots], starts)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.batch import DUMMY_SLOT
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
-from engine.runner.step_rows import StepRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
+from engine.step_rows import StepRows
 from engine.tree.topology import TreeTopology
 
 # Sampling work that is captured: plain argmax, noise, and noise with truncation. Rarer needs run uncaptured.

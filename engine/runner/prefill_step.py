@@ -76,8 +76,8 @@ class PrefillStep:
         numbers = self._tensor([*token_ids, *positions, *rows]).view(3, -1)
         slots = self._tensor([chunk.slot for chunk in chunks])
         starts = self._tensor([chunk.start for chunk in chunks])
-        before = self._state.features[slots, (starts - 1) % self._state.window]
-        layout = self._layout(chunks, lens, starts, self._state.draft_start[slots])
+        before = self._state.tables.features[slots, (starts - 1) % self._state.tables.window]
+        layout = self._layout(chunks, lens, starts, self._state.tables.draft_start[slots])
         return PromptPairs(
             token_ids=numbers[0],
             positions=numbers[1],
@@ -91,9 +91,9 @@ class PrefillStep:
     ) -> PrefillLayout:
         slots = self._tensor([chunk.slot for chunk in chunks])
         last = max(chunk.start + size for chunk, size in zip(chunks, lens, strict=True))
-        num_blocks = min(-(-last // self._block_size), self._state.block_tables.shape[1])
+        num_blocks = min(-(-last // self._block_size), self._state.tables.block_tables.shape[1])
         return PrefillLayout(
-            block_tables=self._state.block_tables[slots, :num_blocks],
+            block_tables=self._state.tables.block_tables[slots, :num_blocks],
             cu_seqlens=self._tensor([0, *itertools.accumulate(lens)]),
             starts=starts,
             window_starts=window_starts,

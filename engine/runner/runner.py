@@ -24,7 +24,8 @@ from engine.runner.draft_site import DraftSite
 from engine.runner.graphs import StepGraphs, row_bucket
 from engine.runner.pending import PendingDraft
 from engine.runner.prefill_step import PrefillStep
-from engine.runner.slot_state import SlotOps, SlotState
+from engine.runner.slot_ops import SlotOps
+from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.sampling.verify import Verify, verify
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload

@@ -6,120 +6,19 @@ dummy.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.batch import DUMMY_SLOT, Admission, BlockGrowth, PrefillChunk
-from engine.draft.ops import AlignWindow
-from engine.kvcache.kv_pool import slots_of
+from engine.batch import Admission, BlockGrowth, PrefillChunk
 from engine.request import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
-from engine.runner.step_rows import NUM_INTEGERS, NUM_NUMBERS, CommittedRows, StepRows
+from engine.runner.slot_ops import SlotOps, TorchSlotOps
 from engine.speculation import SamplingFlags, SamplingTensors, TreeTensors, Verification, upload
-
-
-class SlotOps(Protocol):
-    """What a step reads and writes of the slots, for one device; `SlotState` says what each is for."""
-
-    def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
-        """See `SlotState.open`."""
-
-    def align(
-        self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
-    ) -> AlignWindow:
-        """See `SlotState.align`."""
-
-    def commit(
-        self,
-        state: "SlotState",
-        slots: Tensor,
-        rows: StepRows,
-        verification: Verification,
-        features: Tensor,
-        block_size: int,
-    ) -> CommittedRows:
-        """See `SlotState.commit`; penalties are the state's own."""
-
-
-class TorchSlotOps:
-    """Plain torch on any device."""
-
-    def open(self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
-        """See `SlotState.open`."""
-        torch.index_select(state.seq_len, 0, slots, out=rows.root_positions)
-        torch.add(rows.root_positions[:, None], tree.depths, out=rows.positions)
-        tables = state.block_tables[:, : rows.block_tables.shape[1]]
-        torch.index_select(tables, 0, slots, out=rows.block_tables)
-        torch.index_select(state.integers, 1, slots, out=rows.integers)
-        torch.index_select(state.numbers, 1, slots, out=rows.numbers)
-        rows.draft.token_ids.fill_(-1)[:, 0] = state.root_token[slots]
-        if rows.draft.children is not None:
-            rows.draft.children.fill_(-1)
-
-    def align(
-        self, state: "SlotState", slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
-    ) -> AlignWindow:
-        """See `SlotState.align`."""
-        self.open(state, slots, tree, rows)
-        root, row = rows.root_positions, slots[:, None]
-        draft_len, draft_start = state.draft_len[slots], state.draft_start[slots]
-        first = torch.maximum(draft_len, root + 1 - width).minimum(root)
-        # Positions between draft_len and first have no draft K/V and never will: the window starts after that
-        # hole.
-        start = torch.where(first > draft_len, first, draft_start)
-        positions = root[:, None] + torch.arange(1 - width, 1, device=state.device)
-        state.draft_len[slots] = root + 1
-        state.draft_start[slots] = start
-        return AlignWindow(
-            positions=positions,
-            is_pending=positions >= first[:, None],
-            token_ids=torch.cat(
-                (state.tokens[row, positions[:, :-1] % state.window], state.root_token[row]), dim=1
-            ),
-            features=state.features[row, (positions - 1) % state.window],
-            prefix_start=start,
-            prefix_end=first,
-            block_tables=rows.block_tables,
-        )
-
-    def commit(
-        self,
-        state: "SlotState",
-        slots: Tensor,
-        rows: StepRows,
-        verification: Verification,
-        features: Tensor,
-        block_size: int,
-    ) -> CommittedRows:
-        """See `SlotState.commit`."""
-        path, token_ids = verification.path, verification.token_ids
-        step = torch.arange(path.shape[1], device=state.device)
-        is_kept = step <= verification.num_accepted[:, None]
-        positions = rows.root_positions[:, None] + step
-        row, slot = torch.arange(len(slots), device=state.device)[:, None], slots[:, None]
-        columns = torch.where(is_kept, positions % state.window, state.window)
-        state.features[slot, columns] = features[row, path]
-        state.tokens[slot, columns] = torch.cat(
-            (state.root_token[slot], token_ids[:, :-1].clamp(min=0)), dim=1
-        )
-        state.seq_len[slots] = rows.root_positions + (verification.num_accepted + 1)
-        state.root_token[slots] = verification.next_token
-        state.seq_len[DUMMY_SLOT].zero_()  # an assignment would copy the number from the host
-        return CommittedRows(
-            answer=torch.cat((token_ids, verification.is_finite[:, None].long()), dim=1),
-            pool_slots=slots_of(rows.block_tables, positions, is_kept, block_size).flatten(),
-            scratch_rows=(row * features.shape[1] + path).flatten(),
-        )
+from engine.step_rows import AlignWindow, CommittedRows, SlotTables, StepRows
 
 
 class SlotState:
-    """S = max_num_seqs + 1 rows of state.
-
-    seq_len: [S] int64 counts cached target tokens, so it is the position of the root; root_token: [S] int64.
-    Draft K/V is valid for positions [draft_start, draft_len). features: [S, W + 1, F] and tokens: [S, W + 1]
-    are rings over the last W positions, indexed by position modulo W; column W takes the writes of padding.
-    """
+    """S = max_num_seqs + 1 rows of state: `tables`, and what only some requests ask for."""
 
     def __init__(
         self,
@@ -136,17 +35,9 @@ class SlotState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
 
-        self.window = window
         self.device = device
-        self.seq_len, self.root_token, self.draft_len, self.draft_start = zeros(), zeros(), zeros(), zeros()
-        self.block_tables = zeros(table_width)
-        self.features = zeros(window + 1, feature_size, dtype=dtype)
-        self.tokens = zeros(window + 1)
+        self.tables = SlotTables.zeros(num_slots, table_width, window, feature_size, dtype, device)
         self._ops = ops or TorchSlotOps()
-        # seed, top_k, stop_from; temperature, top_p, min_p, repetition, presence and frequency penalty: rows
-        # of one table, so that one gather reads all.
-        self.integers = torch.zeros(NUM_INTEGERS, num_slots, dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(NUM_NUMBERS, num_slots, device=device)
         self._bias_token_ids = zeros(MAX_LOGIT_BIASES)
         self._bias_values = zeros(MAX_LOGIT_BIASES, dtype=torch.float32)
         self._stop_token_ids = zeros(MAX_STOP_TOKENS)
@@ -177,14 +68,14 @@ class SlotState:
         )
         table = self._rows(columns, torch.int64)
         slots, root_position, root_token, draft_start = table[:4]
-        self.seq_len[slots] = root_position
-        self.draft_len[slots] = root_position
-        self.root_token[slots] = root_token
-        self.draft_start[slots] = draft_start
-        self.integers[:, slots] = table[4:]
-        self.numbers[:, slots] = self._rows(numbers, torch.float32)
-        self.block_tables.index_fill_(0, slots, 0)
-        self.features.index_fill_(0, slots, 0)
+        self.tables.seq_len[slots] = root_position
+        self.tables.draft_len[slots] = root_position
+        self.tables.root_token[slots] = root_token
+        self.tables.draft_start[slots] = draft_start
+        self.tables.integers[:, slots] = table[4:]
+        self.tables.numbers[:, slots] = self._rows(numbers, torch.float32)
+        self.tables.block_tables.index_fill_(0, slots, 0)
+        self.tables.features.index_fill_(0, slots, 0)
         # Read as soon as one row of the batch is biased, so an unbiased row must not keep what its slot had.
         self._bias_values.index_fill_(0, slots, 0.0)
         for admission in admissions:
@@ -218,7 +109,7 @@ class SlotState:
         columns = [growth.start_idx + i for growth in growths for i in range(len(growth.block_ids))]
         block_ids = [block_id for growth in growths for block_id in growth.block_ids]
         entries = self._row(slots + columns + block_ids, torch.int64).view(3, -1)
-        self.block_tables[entries[0], entries[1]] = entries[2]
+        self.tables.block_tables[entries[0], entries[1]] = entries[2]
 
     def note_prefill(self, chunks: Sequence[PrefillChunk], token_ids: Tensor, features: Tensor) -> None:
         """Keep the last W tokens and features of every chunk, which lie side by side in token_ids [T] and
@@ -228,24 +119,24 @@ class SlotState:
         end_row = 0
         for chunk in chunks:
             size = len(chunk.token_ids)
-            kept = range(max(0, size - self.window), size)
+            kept = range(max(0, size - self.tables.window), size)
             slots += [chunk.slot] * len(kept)
-            columns += [(chunk.start + i) % self.window for i in kept]
+            columns += [(chunk.start + i) % self.tables.window for i in kept]
             rows += [end_row + i for i in kept]
             end_row += size
         entries = self._row(slots + columns + rows, torch.int64).view(3, -1)
-        self.features[entries[0], entries[1]] = features[entries[2]]
-        self.tokens[entries[0], entries[1]] = token_ids[entries[2]]
+        self.tables.features[entries[0], entries[1]] = features[entries[2]]
+        self.tables.tokens[entries[0], entries[1]] = token_ids[entries[2]]
 
     def open(self, slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
         """Fill `rows` from the rows `slots` [B] of state."""
-        self._ops.open(self, slots, tree, rows)
+        self._ops.open(self.tables, slots, tree, rows)
 
     def align(self, slots: Tensor, tree: TreeTensors, rows: StepRows, width: int) -> AlignWindow:
         """Open `rows` and return the last `width` positions of each, which count as cached in the draft from
         now on.
         """
-        return self._ops.align(self, slots, tree, rows, width)
+        return self._ops.align(self.tables, slots, tree, rows, width)
 
     def commit(
         self,
@@ -263,7 +154,7 @@ class SlotState:
             token_ids = verification.token_ids.clamp(min=0)
             places = (slots[:, None].expand_as(token_ids), token_ids)
             self._output_counts.index_put_(places, counts, accumulate=True)
-        return self._ops.commit(self, slots, rows, verification, features, block_size)
+        return self._ops.commit(self.tables, slots, rows, verification, features, block_size)
 
     def sampling(self, slots: Tensor, rows: StepRows, flags: SamplingFlags) -> SamplingTensors:
         """Return how the rows `slots` [B] of `rows` draw."""

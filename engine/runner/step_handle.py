@@ -37,7 +37,7 @@ class StepTimer:
 
 
 class StepHandle:
-    """The answer of one step on its way: rows [B, 2 D + 5] int64 as `DecodeStep.commit` returns them, and
+    """The answer of one step on its way: rows [B, 2 D + 5] int64 as `CommittedRows` has them, and
     is_chunk_finite [C] bool of its chunks.
     """
 

@@ -2,11 +2,9 @@
 
 from torch import Tensor
 
-from engine.draft.ops import AlignWindow
-from engine.kernels.step_rows import OpenRows, SlotTables, commit_step, open_rows, open_window
-from engine.runner.slot_state import SlotState
-from engine.runner.step_rows import CommittedRows, StepRows
+from engine.kernels.step_rows import commit_step, open_rows, open_window
 from engine.speculation import TreeTensors, Verification
+from engine.step_rows import AlignWindow, CommittedRows, SlotTables, StepRows
 
 
 class TritonSlotOps:
@@ -18,20 +16,19 @@ class TritonSlotOps:
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
 
-    def open(self, state: SlotState, slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
+    def open(self, tables: SlotTables, slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
         """See `SlotState.open`."""
-        open_rows(slots, tree.depths, _tables(state), _open_rows(rows), rows.draft)
+        open_rows(slots, tree.depths, tables, rows)
 
     def align(
-        self, state: SlotState, slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
+        self, tables: SlotTables, slots: Tensor, tree: TreeTensors, rows: StepRows, width: int
     ) -> AlignWindow:
         """See `SlotState.align`."""
-        window = open_window(slots, tree.depths, _tables(state), _open_rows(rows), rows.draft, width)
-        return AlignWindow(*window, block_tables=rows.block_tables)
+        return open_window(slots, tree.depths, tables, rows, width)
 
     def commit(
         self,
-        state: SlotState,
+        tables: SlotTables,
         slots: Tensor,
         rows: StepRows,
         verification: Verification,
@@ -39,28 +36,4 @@ class TritonSlotOps:
         block_size: int,
     ) -> CommittedRows:
         """See `SlotState.commit`."""
-        return CommittedRows(
-            *commit_step(
-                *(slots, _tables(state), _open_rows(rows), rows.draft.token_ids),
-                *(verification, features, block_size),
-                overlap=self._overlap,
-            )
-        )
-
-
-def _tables(state: SlotState) -> SlotTables:
-    return SlotTables(
-        seq_len=state.seq_len,
-        root_token=state.root_token,
-        draft_len=state.draft_len,
-        draft_start=state.draft_start,
-        tokens=state.tokens,
-        features=state.features,
-        block_tables=state.block_tables,
-        integers=state.integers,
-        numbers=state.numbers,
-    )
-
-
-def _open_rows(rows: StepRows) -> OpenRows:
-    return OpenRows(rows.root_positions, rows.positions, rows.block_tables, rows.integers, rows.numbers)
+        return commit_step(slots, tables, rows, verification, features, block_size, overlap=self._overlap)

@@ -26,7 +26,7 @@ from engine.model.llama import LlamaForCausalLM
 from engine.runner.calibrate import choose_device, choose_dtype, choose_num_threads
 from engine.runner.memory import plan_num_blocks
 from engine.runner.runner import ModelRunner, RunnerShape
-from engine.runner.slot_state import SlotOps, TorchSlotOps
+from engine.runner.slot_ops import SlotOps, TorchSlotOps
 from engine.sampling.verify import Verify, verify
 from engine.stats import EngineFacts
 from engine.tree.library import TreeLibrary

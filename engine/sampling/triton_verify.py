@@ -37,13 +37,13 @@ class TritonVerify:
         """See `verify`. Sampled drafts and float64 logits are its own."""
         if draft.probs is not None or logits.dtype == torch.float64:
             return verify(logits, draft, tree, sampling, root_positions)
-        rows = torch.arange(tree.num_rows, device=logits.device)
         untruncated = dataclasses.replace(sampling, is_truncated=False)
         output_counts = sampling.output_counts.clone()
 
         def warp_level(node: Tensor, token: Tensor | None, level: int) -> Tensor:
             if sampling.is_penalized and token is not None:
                 output_counts.scatter_add_(1, token.clamp(min=0)[:, None], (token >= 0).int()[:, None])
+            rows = torch.arange(tree.num_rows, device=logits.device)
             return warp(logits[rows, node], untruncated, output_counts, root_positions + (level + 1))
 
         needs_warp = sampling.is_penalized or sampling.is_biased or sampling.has_min_tokens

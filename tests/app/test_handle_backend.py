@@ -3,10 +3,13 @@
 import asyncio
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from app.autoscaling import ReplicaPolicy, ScalingRule
 from app.call import CallOptions, CompletionCall
 from engine import CapacityError, EngineDeadError, SamplingParams
 
@@ -14,9 +17,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own deprecated use of pydantic, while it is imported
     from ray.exceptions import RayActorError
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+    from ray.serve._private.common import DeploymentID, ReplicaID
     from ray.serve.exceptions import BackPressureError
 
     from app.main import HandleBackend, build
+    from app.request_router import PrefixLoadRouter
+
+DEPLOYMENT = DeploymentID("llm-server")
 
 CALL = CompletionCall(
     ("x",), CallOptions("tiny", SamplingParams(), None, 1, (), False, True, True, False, False)
@@ -24,11 +31,11 @@ CALL = CompletionCall(
 
 
 class FakeResponse:
-    """Yields two messages, then raises `error` or waits for ever."""
+    """Yields messages, then raises `error` or waits for ever."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error: Exception | None, num_messages: int = 2) -> None:
         self._error = error
-        self._num_left = 2
+        self._num_left = num_messages
         self.is_cancelled = False
 
     def __aiter__(self) -> "FakeResponse":
@@ -109,3 +116,99 @@ async def test_stream_that_is_left_is_cancelled() -> None:
     assert await anext(messages) == b"data"
     await messages.aclose()
     assert response.is_cancelled
+
+
+class FakeHandles:
+    """Answers the calls of a backend in turn."""
+
+    def __init__(self, *responses: FakeResponse) -> None:
+        self._responses = list(responses)
+        self.call_ids: list[str] = []
+
+    def options(self, stream: bool) -> "FakeHandles":
+        assert stream
+        return self
+
+    @property
+    def answer(self) -> "FakeHandles":
+        return self
+
+    def remote(self, call: CompletionCall, call_id: str) -> FakeResponse:
+        assert call is CALL
+        self.call_ids.append(call_id)
+        return self._responses[len(self.call_ids) - 1]
+
+
+async def test_a_replica_that_died_before_its_first_word_is_replaced_by_another() -> None:
+    dead, alive = FakeResponse(RayActorError(), num_messages=0), FakeResponse(None)
+    handles = FakeHandles(dead, alive)
+    messages = HandleBackend(handles).answer(CALL, "id")
+    assert [await anext(messages), await anext(messages)] == [b"data", b"data"]
+    await messages.aclose()
+    assert handles.call_ids == ["id", "id.1"]
+    assert dead.is_cancelled
+    assert alive.is_cancelled
+
+
+@pytest.mark.parametrize(
+    ("responses", "num_calls", "expected"),
+    [
+        ([(RayActorError(), 0), (RayActorError(), 0)], 2, EngineDeadError),
+        ([(RayActorError(), 1)], 1, EngineDeadError),
+        ([(BackPressureError(num_queued_requests=1, max_queued_requests=1), 0)], 1, CapacityError),
+    ],
+)
+async def test_a_call_is_asked_again_once_and_only_where_nothing_was_said(
+    responses: list[tuple[Exception, int]], num_calls: int, expected: type[Exception]
+) -> None:
+    handles = FakeHandles(*(FakeResponse(error, num) for error, num in responses))
+    with pytest.raises(expected):
+        _ = [message async for message in HandleBackend(handles).answer(CALL, "id")]
+    assert len(handles.call_ids) == num_calls
+
+
+def test_scaling_and_routing_reach_serve() -> None:
+    def server_of(**arguments: object) -> Any:
+        application = call_user_app_builder_with_args_if_necessary(build, {"model": "m", **arguments})
+        return application._bound_deployment.init_args[0]._bound_deployment
+
+    scaled = server_of(autoscaling={"min_replicas": 2, "max_replicas": 5, "down_use": 0.4})
+    config = scaled._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.max_replicas) == (2, 5)
+    policy = ReplicaPolicy(**config.policy.policy_kwargs)
+    assert policy._rule == ScalingRule(down_use=0.4)
+    assert config.policy.policy_function == "app.autoscaling:ReplicaPolicy"
+    router = scaled._deployment_config.request_router_config
+    assert router.request_router_class == "app.request_router:PrefixLoadRouter"
+    fixed = server_of(routing="queue", num_replicas=3)
+    assert fixed._deployment_config.autoscaling_config is None
+    assert "PowerOfTwo" in fixed._deployment_config.request_router_config.request_router_class
+
+
+async def test_the_router_of_serve_ranks_by_prompt_and_load() -> None:
+    def replica(name: str, num_running: float) -> Any:
+        stats = {"num_running": num_running, "num_waiting": 0.0, "capacity": 10.0}
+        return SimpleNamespace(replica_id=ReplicaID(name, DEPLOYMENT), routing_stats=stats)
+
+    router = object.__new__(PrefixLoadRouter)  # Serve's own part needs a running Serve
+    router.initialize_state()
+    calls = [CompletionCall((text * 600,), CALL.options) for text in "xy"]
+    x, y = (SimpleNamespace(args=[call]) for call in calls)
+    replicas = [replica("a", 3.0), replica("b", 1.0)]
+
+    async def best(request: Any) -> str:
+        ranked = await router.choose_replicas(replicas, request)
+        assert sorted(group[0].replica_id.unique_id for group in ranked) == ["a", "b"]
+        return str(ranked[0][0].replica_id.unique_id)
+
+    assert await best(x) == "b"
+    router.on_request_routed(x, replicas[0].replica_id, None)
+    assert await best(x) == "a", "it knows the prompt"
+    assert await best(y) == "b"
+    for _ in range(6):
+        router.on_request_routed(y, replicas[0].replica_id, None)
+    assert await best(x) == "b", "seven calls are more than a prompt is worth"
+    for _ in range(7):
+        router.on_request_completed(replicas[0].replica_id, "id")
+    assert await best(x) == "a"
+    assert await best(None) == "b", "what is no call has no prompt"

@@ -8,7 +8,7 @@ SOURCE_FOLDERS = ("engine", "app", "ops", "loadtest", "benchmarks")
 # Import floors of `engine`: a file imports from lower floors and from its own package only. Packages of one
 # floor do not see each other, but for chains: "a < b" lets b import a.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors < config < request < row_kind < tree < batch < step_stats < speculation",),
+    ("errors < config < request < row_kind < tree < batch < step_stats < speculation < step_rows",),
     (
         "parallel",
         "kernels",
@@ -155,15 +155,17 @@ LONG_FUNCTIONS: dict[str, str] = {
     "engine.kernels.tree_attention:_tree_attention_kernel": "a launch is one function, half parameters",
     "engine.kernels.prefill_attention:_prefill_kernel": "a launch is one function, half parameters",
     "engine.kernels.step_rows:_open_kernel": "a launch is one function, half parameters",
+    "engine.kernels.step_rows:_commit_kernel": "a launch is one function, half parameters",
 }
 
 # What a reader must hold to change a decode step: the vocabulary, the loop, policy, and the step itself by
 # torch. Left out are the sizes of networks as they are read from files, prefill, stop strings (text, judged
-# after the step), starting the process, and what one device does faster (packed weights, kernels, graphs).
+# after the step), starting the process, what is counted of steps and learnt from them (of the dispatcher the
+# protocol is in), and what one device does faster (packed weights, kernels, graphs).
 CORE = (
     *("engine.errors", "engine.config", "engine.request", "engine.batch", "engine.speculation"),
     *("engine.engine", "engine.core", "engine.async_engine", "engine.messages"),
-    *("engine.counters", "engine.stats", "engine.detokenizer"),
+    "engine.detokenizer",
     *("engine.tree.topology", "engine.tree.library", "engine.kvcache", "engine.scheduler"),
     *("engine.dispatcher.dispatcher", "engine.model.llama", "engine.draft.head", "engine.draft.drafter"),
     *("engine.layers.decoder", "engine.layers.norm", "engine.layers.ops", "engine.layers.rotary"),
@@ -171,6 +173,7 @@ CORE = (
     *("engine.sampling.noise", "engine.sampling.sampler", "engine.sampling.truncation"),
     *("engine.sampling.verify", "engine.sampling.warp"),
     *("engine.runner.runner", "engine.runner.decode_step", "engine.runner.slot_state"),
+    *("engine.step_rows", "engine.runner.slot_ops"),
 )
 
 # Words that say nothing about a thing: no file, class or function is named so.

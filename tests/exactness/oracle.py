@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from engine.draft.drafter import DraftNoise, PromptPairs
-from engine.draft.ops import AlignWindow
 from engine.speculation import DraftOutput, TreeTensors
+from engine.step_rows import AlignWindow
 from tests.exactness.tiny import VOCAB
 
 # choose(position, num_children) -> the sibling rank that carries the true token

@@ -181,7 +181,7 @@ def test_chunks_of_every_size_leave_the_same_cache_features_and_drafts(budget):
         seen = watched(shape)
         finish(seen, request_of("r0", prompt, 100, max_tokens=2))
         # The last positions of the prompt, which no later position has taken the place of.
-        features = seen.engine._runner._state.features[1, torch.arange(30, 36) % shape.feature_window]
+        features = seen.engine._runner._state.tables.features[1, torch.arange(30, 36) % shape.feature_window]
         states.append((seen.cache("r0", 37), features, seen.windows))
     (cache, features, windows), (whole, whole_features, whole_windows) = states
     assert_same_cache(cache, whole)

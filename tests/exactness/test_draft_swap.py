@@ -194,7 +194,7 @@ def test_what_the_new_draft_caches_equals_a_fresh_prefill(folders, prompt_len, b
     swap(engine, folders["second"])
     step(engine, outputs, 12)
     text = (*prompt, *outputs["r"])
-    start = int(engine._runner._state.draft_start[1])
+    start = int(engine._runner._state.tables.draft_start[1])
     assert start < len(text) - 12
     config = engine_config(folders["target"], folders["second"], enable_prefix_cache=False)
     fresh = Engine.load(dataclasses.replace(config, speculation=SpeculationConfig(mode="off")))

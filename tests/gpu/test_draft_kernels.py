@@ -12,14 +12,15 @@ import torch
 pytest.importorskip("triton")
 
 from engine.draft.config import DraftConfig
-from engine.draft.head import DraftHead
-from engine.draft.ops import AlignWindow, TorchDraftOps
+from engine.draft.network import DraftNetwork, create_network
+from engine.draft.ops import TorchDraftOps
 from engine.draft.triton_ops import TritonDraftOps
 from engine.layers.triton_ops import TritonOps
-from engine.runner.slot_state import SlotState, TorchSlotOps
-from engine.runner.step_rows import StepRows
+from engine.runner.slot_ops import TorchSlotOps
+from engine.runner.slot_state import SlotState
 from engine.runner.triton_slot_ops import TritonSlotOps
 from engine.speculation import DraftOutput, TreeTensors, Verification
+from engine.step_rows import AlignWindow, StepRows
 from engine.tree.topology import TreeTopology, chain, root_only
 from tests.exactness.head import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
@@ -123,15 +124,17 @@ def make_state(ops, seed: int, feature_size: int, dtype: torch.dtype) -> SlotSta
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     for slot in range(1, NUM_SLOTS):
         root = rng.choice([0, 1, 5, WINDOW, 20, 27])
-        state.seq_len[slot], state.root_token[slot] = root, rng.randrange(VOCAB)
-        state.draft_len[slot] = max(0, root - rng.randrange(12))
-        state.draft_start[slot] = rng.randrange(int(state.draft_len[slot]) + 1)
-    state.block_tables.copy_(torch.randint(1, 40, state.block_tables.shape, generator=generator))
-    state.block_tables[0] = 0
-    state.features.copy_(torch.randn(state.features.shape, generator=generator))
-    state.tokens.copy_(torch.randint(0, VOCAB, state.tokens.shape, generator=generator))
-    state.integers.copy_(torch.randint(0, 1 << 62, state.integers.shape, generator=generator))
-    state.numbers.copy_(torch.rand(state.numbers.shape, generator=generator))
+        state.tables.seq_len[slot], state.tables.root_token[slot] = root, rng.randrange(VOCAB)
+        state.tables.draft_len[slot] = max(0, root - rng.randrange(12))
+        state.tables.draft_start[slot] = rng.randrange(int(state.tables.draft_len[slot]) + 1)
+    state.tables.block_tables.copy_(
+        torch.randint(1, 40, state.tables.block_tables.shape, generator=generator)
+    )
+    state.tables.block_tables[0] = 0
+    state.tables.features.copy_(torch.randn(state.tables.features.shape, generator=generator))
+    state.tables.tokens.copy_(torch.randint(0, VOCAB, state.tables.tokens.shape, generator=generator))
+    state.tables.integers.copy_(torch.randint(0, 1 << 62, state.tables.integers.shape, generator=generator))
+    state.tables.numbers.copy_(torch.rand(state.tables.numbers.shape, generator=generator))
     return state
 
 
@@ -143,11 +146,11 @@ def states(overlap: bool, seed: int, feature_size: int = 33, dtype: torch.dtype 
 
 def assert_same_state(found: SlotState, expected: SlotState) -> None:
     for name in ("seq_len", "root_token", "draft_len", "draft_start", "tokens", "features"):
-        mine, other = getattr(found, name)[1:], getattr(expected, name)[1:]
+        mine, other = getattr(found.tables, name)[1:], getattr(expected.tables, name)[1:]
         if name in ("tokens", "features"):
             mine, other = mine[:, :WINDOW], other[:, :WINDOW]  # behind the ring is what padding wrote
         assert torch.equal(mine, other), name
-    assert found.seq_len[0] == expected.seq_len[0] == 0
+    assert found.tables.seq_len[0] == expected.tables.seq_len[0] == 0
 
 
 def assert_same_rows(found: StepRows, expected: StepRows) -> None:
@@ -215,10 +218,27 @@ def verified(tree: TreeTensors, seed: int) -> Verification:
     )
 
 
+def children_of(tree: TreeTensors, verification: Verification, num_ranks: int, seed: int) -> torch.Tensor:
+    """Return children [B, N, num_ranks], none at some nodes; of the last node of each row, the token that was
+    drawn is one, or none is.
+    """
+    rng = random.Random(seed)
+    children = torch.randint(VOCAB, 2 * VOCAB, (*tree.parents.shape, num_ranks), device=DEVICE)
+    for row in range(tree.num_rows):
+        node, rank = int(verification.path[row, -1]), rng.randrange(-1, num_ranks + 1)
+        if rank < 0:
+            children[row, node] = -1
+        elif rank < num_ranks:
+            children[row, node, rank] = verification.next_token[row]
+    return children
+
+
 @in_variants
 @pytest.mark.parametrize("feature_size", [0, 3, 4100])
-@pytest.mark.parametrize("seed", range(4))
-def test_committed_steps_are_those_of_torch(overlap, seed, feature_size):
+@pytest.mark.parametrize(
+    ("seed", "num_ranks"), [(0, 1), (1, 4), (2, 8), (3, 0), (4, 5)], ids=lambda value: str(value)
+)
+def test_committed_steps_are_those_of_torch(overlap, seed, num_ranks, feature_size):
     topologies = (*(t for t in trees_of(seed) if t.depth < WINDOW), chain(3), chain(3))
     tree = padded(topologies)
     slots = torch.tensor([2, 4, 1, 3, 0, 0][: tree.num_rows], device=DEVICE)
@@ -231,6 +251,8 @@ def test_committed_steps_are_those_of_torch(overlap, seed, feature_size):
     for state in both:
         rows = StepRows.empty(tree, 9, None)
         state.open(slots, tree, rows)
+        children = children_of(tree, verification, num_ranks, seed) if num_ranks else None
+        rows = dataclasses.replace(rows, draft=dataclasses.replace(rows.draft, children=children))
         committed.append(state.commit(slots, rows, verification, features, BLOCK_SIZE, False))
     for name, found in fields(committed[0]).items():
         assert torch.equal(found, getattr(committed[1], name)), name
@@ -240,8 +262,15 @@ def test_committed_steps_are_those_of_torch(overlap, seed, feature_size):
 # --- drafts
 
 
-def make_head(dtype: torch.dtype, hidden_size: int = 48) -> DraftHead:
-    config = DraftConfig(
+KINDS = {
+    "eagle3": {},
+    "residual": {"is_residual_normed": True},
+    "eagle1": {"style": "eagle1", "is_feedback_normed": False},
+}
+
+
+def make_head(dtype: torch.dtype, kind: str = "eagle3", hidden_size: int = 48) -> DraftNetwork:
+    plain = DraftConfig(
         num_layers=1,
         hidden_size=hidden_size,
         intermediate_size=64,
@@ -252,7 +281,7 @@ def make_head(dtype: torch.dtype, hidden_size: int = 48) -> DraftHead:
         rope_theta=10000.0,
         rope_scaling=None,
         max_position=64,
-        taps=(0,),
+        taps=(1,),
         target_hidden_size=hidden_size,
         target_vocab_size=VOCAB,
         target_num_layers=1,
@@ -260,9 +289,10 @@ def make_head(dtype: torch.dtype, hidden_size: int = 48) -> DraftHead:
         is_feedback_normed=True,
     )
     generator = torch.Generator().manual_seed(1)
-    head = DraftHead(config, num_positions=80, dtype=dtype).requires_grad_(False)
-    for weight in (head.feature_norm.weight, head.layers[0].input_norm.weight):
-        weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
+    head = create_network(dataclasses.replace(plain, **KINDS[kind]), num_positions=80, dtype=dtype)
+    head.requires_grad_(False)
+    for norm in head.pair_norms or ():
+        norm.weight.copy_(torch.rand(norm.weight.shape, generator=generator) + 0.5)
     head.target_ids.copy_(torch.randperm(VOCAB, generator=generator)[:500])
     rows = torch.randn(VOCAB, hidden_size, generator=generator).to(dtype)
     head.to(DEVICE).bind(rows.to(DEVICE), rows.to(DEVICE))
@@ -271,18 +301,23 @@ def make_head(dtype: torch.dtype, hidden_size: int = 48) -> DraftHead:
     return head
 
 
-def assert_same_pairs(found, expected) -> None:
+def assert_same_pairs(found, expected, kind: str) -> None:
     assert_last_place(found.x, expected.x)
-    assert torch.equal(found.residual, expected.residual)
+    assert_last_place(found.residual, expected.residual)
+    if kind != "residual":
+        assert torch.equal(found.residual, expected.residual)
+    if kind == "eagle1":
+        assert torch.equal(found.x, expected.x)
     for mine, other in zip(found.angles, expected.angles, strict=True):
         assert torch.equal(mine, other)
 
 
 @in_variants
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("width", "roots"), [(1, [0, 3]), (4, [2, 0, 30, 17]), (7, [9, 6, 1])])
-def test_a_window_is_opened_as_by_torch(overlap, dtype, width, roots):
-    head = make_head(dtype)
+def test_a_window_is_opened_as_by_torch(overlap, dtype, kind, width, roots):
+    head = make_head(dtype, kind)
     generator = torch.Generator().manual_seed(width)
     root = torch.tensor(roots)[:, None]
     positions = root + torch.arange(1 - width, 1)
@@ -299,7 +334,7 @@ def test_a_window_is_opened_as_by_torch(overlap, dtype, width, roots):
     fused = torch.randn(len(roots) * width, 48, generator=generator).to(DEVICE, dtype)
     found = TritonDraftOps(overlap=overlap).open_window(head, window, fused, BLOCK_SIZE)
     expected = TORCH.open_window(head, window, fused, BLOCK_SIZE)
-    assert_same_pairs(found.pairs, expected.pairs)
+    assert_same_pairs(found.pairs, expected.pairs, kind)
     for name in ("slots", "suffix_mask", "end"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
@@ -312,9 +347,9 @@ def random_draft(tree: TreeTensors, num_children: int, generator: torch.Generato
 
 @in_variants
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_level_is_opened_as_by_torch(overlap, dtype, seed):
-    head, tree = make_head(dtype), padded(trees_of(seed), spare=seed % 2)
+@pytest.mark.parametrize(("kind", "seed"), [("eagle3", 0), ("eagle3", 1), ("residual", 2), ("eagle1", 3)])
+def test_a_level_is_opened_as_by_torch(overlap, dtype, kind, seed):
+    head, tree = make_head(dtype, kind), padded(trees_of(seed), spare=seed % 2)
     generator = torch.Generator().manual_seed(seed)
     draft = random_draft(tree, tree.max_rank + 1, generator)
     end = torch.randint(1, 60, (tree.num_rows,), generator=generator).to(DEVICE)
@@ -324,24 +359,28 @@ def test_a_level_is_opened_as_by_torch(overlap, dtype, seed):
         feature = torch.randn(tree.num_rows, num_above + 2, 48, generator=generator).to(DEVICE, dtype)[:, 2:]
         arguments = (head, tree, depth, feature, end, draft)
         found, expected = TritonDraftOps(overlap=overlap).open_level(*arguments), TORCH.open_level(*arguments)
-        assert_same_pairs(found.pairs, expected.pairs)
+        assert_same_pairs(found.pairs, expected.pairs, kind)
         assert torch.equal(found.rows, expected.rows)
 
 
 @in_variants
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_spare", [0, 5, 20])
+@pytest.mark.parametrize(("num_spare", "is_narrow"), [(0, False), (5, False), (20, False), (5, True)])
 @pytest.mark.parametrize("seed", range(3))
-def test_children_are_chosen_as_by_torch(overlap, dtype, seed, num_spare):
+def test_children_are_chosen_as_by_torch(overlap, dtype, seed, num_spare, is_narrow):
     head, tree = make_head(dtype), padded(trees_of(seed), spare=seed % 2)
     generator = torch.Generator().manual_seed(seed)
     found, expected = (
         random_draft(tree, tree.max_rank + 1 + num_spare, torch.Generator().manual_seed(seed)) for _ in "ab"
     )
+    # A draft may have fewer tokens than children are asked for.
+    size = tree.max_rank + 1 if is_narrow else 500
     for depth in range(tree.depth):
         width = tree.widths[depth - 1] if depth else 1
         # A permutation has no ties, of which torch may take any.
-        logits = torch.stack([torch.randperm(500, generator=generator) for _ in range(tree.num_rows * width)])
+        logits = torch.stack(
+            [torch.randperm(size, generator=generator) for _ in range(tree.num_rows * width)]
+        )
         logits = (logits - 250).to(DEVICE, dtype)
         TritonDraftOps(overlap=overlap).choose(head, tree, depth, logits, found)
         TORCH.choose(head, tree, depth, logits, expected)

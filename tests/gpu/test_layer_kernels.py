@@ -81,11 +81,18 @@ def test_add_norm_equals_torch_and_adds_exactly(ops, dtype, size, num_tokens):
 @in_dtypes
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_norm_pair_equals_torch(ops, dtype, size, num_tokens):
-    a, b = draw(num_tokens, size, dtype=dtype), draw(num_tokens, size, dtype=dtype, scale=30.0, seed=1)
-    weight_a, weight_b = draw(2, size, dtype=dtype, seed=2)
-    found = ops.norm_pair(a, weight_a, b, weight_b, EPS)
-    assert_last_place(found, TORCH.norm_pair(a, weight_a, b, weight_b, EPS))
+def test_embed_equals_torch(ops, dtype, size, num_tokens):
+    rows, weight = draw(40, size, dtype=dtype, scale=30.0), draw(size, dtype=dtype, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    token_ids = torch.randint(-1, 40, (num_tokens,), generator=generator).to(DEVICE)
+    positions = torch.randint(0, 200, (num_tokens,), generator=generator).to(DEVICE)
+    table = Rotary(12, 1e4, None, 200, dtype).to(DEVICE).table
+    given = token_ids, positions, rows, table, weight, EPS
+    (normed, embedded, angles), expected = ops.embed(*given), TORCH.embed(*given)
+    assert_last_place(normed, expected[0])
+    assert torch.equal(embedded, expected[1])
+    for mine, other in zip(angles, expected[2], strict=True):
+        assert torch.equal(mine, other)
 
 
 @on_both
@@ -97,8 +104,6 @@ def test_norms_read_rows_that_lie_apart(ops):
         ops.add_norm(x, other, weight, EPS), TORCH.add_norm(x, other, weight, EPS), strict=True
     ):
         assert_last_place(found, expected)
-    pair = x, weight, other, weight, EPS
-    assert_last_place(ops.norm_pair(*pair), TORCH.norm_pair(*pair))
 
 
 @on_both
@@ -278,8 +283,7 @@ def test_kernels_replay_in_a_graph():
         def step(ops=ops, dests=dests):
             # Each launch reads what the one before wrote.
             normed, total = ops.add_norm(delta, residual, weight, EPS)
-            pair = ops.norm_pair(normed, weight, total, weight, EPS)
-            gated = ops.silu_mul(pair)
+            gated = ops.silu_mul(torch.cat((normed, total), dim=-1))
             q = ops.rope_store(gated.view(4, 9, 64).repeat(1, 2, 1)[:, :15].contiguous(), angles, *dests)
             return ops.norm(q.reshape(4, -1), weight, EPS)
 

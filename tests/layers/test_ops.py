@@ -46,13 +46,21 @@ def test_add_norm_normalises_the_rounded_sum(dtype):
     assert torch.equal(residual, before[1])
 
 
-def test_norm_pair_lays_two_norms_side_by_side():
+def test_embed_looks_up_rows_and_angles_and_reads_padding_as_token_0():
     torch.manual_seed(0)
-    first, second = make_norm(24, torch.float32), make_norm(24, torch.float32)
-    a, b = torch.randn(2, 5, 24)
-    found = OPS.norm_pair(a, first.weight, b, second.weight, 1e-5)
-    expected = torch.cat((plain_norm(first, a), plain_norm(second, b)), -1)
-    torch.testing.assert_close(found.double(), expected, atol=1e-12, rtol=1e-6)
+    norm, rows, rotary = (
+        make_norm(24, torch.float32),
+        torch.randn(9, 24),
+        Rotary(8, 1e4, None, 50, torch.float32),
+    )
+    positions = torch.tensor([3, 49, 0])
+    normed, embedded, angles = OPS.embed(
+        torch.tensor([8, -1, 2]), positions, rows, rotary.table, norm.weight, norm.eps
+    )
+    assert torch.equal(embedded, rows[[8, 0, 2]])
+    torch.testing.assert_close(normed.double(), plain_norm(norm, embedded), atol=1e-12, rtol=1e-6)
+    for found, expected in zip(angles, rotary(positions), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_silu_mul_gates_the_second_half_by_the_first():

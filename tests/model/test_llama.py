@@ -161,4 +161,4 @@ def test_it_runs_on_the_ops_it_is_told_to_use(tmp_path):
     assert all(
         torch.equal(found, right) for found, right in zip(model.run(token_ids, 0), expected, strict=True)
     )
-    assert ops.counts == {"norm": 1, "add_norm": 6, "silu_mul": 3}
+    assert ops.counts == {"embed": 1, "add_norm": 6, "silu_mul": 3}

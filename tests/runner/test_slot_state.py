@@ -11,9 +11,9 @@ import torch
 from engine.batch import Admission, BlockGrowth, PrefillChunk
 from engine.request import SamplingParams
 from engine.runner.slot_state import SlotState
-from engine.runner.step_rows import StepRows
 from engine.sampling.warp import warp
 from engine.speculation import SamplingFlags, TreeTensors, Verification
+from engine.step_rows import StepRows
 from engine.tree.topology import chain
 
 VOCAB, WINDOW, FEATURES, EOS, BLOCK_SIZE = 31, 6, 3, (5, 6), 4
@@ -58,13 +58,15 @@ def features(slot: int, positions) -> torch.Tensor:
     return torch.tensor([feature(slot, position) for position in positions]).reshape(-1, FEATURES)
 
 
-def opened(state: SlotState, slots: list[int]) -> StepRows:
-    """Return the rows of a step over chains of one draft."""
-    tree = TreeTensors.build((chain(1),) * len(slots), 2, torch.device("cpu"))
-    rows = StepRows.empty(tree, state.block_tables.shape[1], None)
+def opened(state: SlotState, slots: list[int], num_drafts: int = 1) -> StepRows:
+    """Return the rows of a step over chains."""
+    tree = TreeTensors.build((chain(num_drafts),) * len(slots), num_drafts + 1, torch.device("cpu"))
+    rows = StepRows.empty(tree, state.tables.block_tables.shape[1], None)
     state.open(torch.tensor(slots), tree, rows)
-    assert rows.positions.tolist() == [[int(state.seq_len[s]), int(state.seq_len[s]) + 1] for s in slots]
-    assert rows.draft.token_ids.tolist() == [[int(state.root_token[s]), -1] for s in slots]
+    roots = [int(state.tables.seq_len[slot]) for slot in slots]
+    assert rows.positions.tolist() == [list(range(root, root + num_drafts + 1)) for root in roots]
+    undrafted = [-1] * num_drafts
+    assert rows.draft.token_ids.tolist() == [[int(state.tables.root_token[s]), *undrafted] for s in slots]
     return rows
 
 
@@ -80,12 +82,12 @@ def emit(state: SlotState, slots: list[int], emitted: list[list[int]], is_penali
         token_ids=padded,
         is_finite=torch.ones(len(slots), dtype=torch.bool),
     )
-    roots = [int(state.seq_len[slot]) for slot in slots]
+    roots = [int(state.tables.seq_len[slot]) for slot in slots]
     garbage = 7e7  # what other nodes carry
     of_nodes = torch.full((len(slots), depth + 1, FEATURES), garbage)
     for row, (slot, root, tokens) in enumerate(zip(slots, roots, emitted, strict=True)):
         of_nodes[row, : len(tokens)] = features(slot, range(root, root + len(tokens)))
-    rows = opened(state, slots)
+    rows = opened(state, slots, depth)
     committed = state.commit(torch.tensor(slots), rows, verification, of_nodes, BLOCK_SIZE, is_penalized)
     for row, (root, tokens) in enumerate(zip(roots, emitted, strict=True)):
         pads = [0] * (depth - len(tokens))
@@ -97,7 +99,10 @@ def emit(state: SlotState, slots: list[int], emitted: list[list[int]], is_penali
         assert committed.pool_slots.view(len(slots), -1)[row].tolist() == places + pads
         kept = committed.scratch_rows.view(len(slots), -1)[row, : len(tokens)]
         assert kept.tolist() == [row * (depth + 1) + node for node in range(len(tokens))]
-        assert committed.answer[row].tolist() == tokens + [-1] * len(pads) + [1]
+        path = verification.path[row].tolist()
+        # The draft did not run: it tells nothing of ranks.
+        num_ranks = rows.draft.children.shape[2]
+        assert committed.answer[row].tolist() == tokens + [-1] * len(pads) + path + [-1, num_ranks, 1]
 
 
 @dataclass
@@ -167,8 +172,8 @@ class Walk:
             self.texts[slot].tokens += tokens
             self.texts[slot].num_pending += 1
         for slot, text in self.texts.items():
-            assert int(self.state.seq_len[slot]) == text.root
-            assert int(self.state.root_token[slot]) == text.tokens[-1]
+            assert int(self.state.tables.seq_len[slot]) == text.root
+            assert int(self.state.tables.root_token[slot]) == text.tokens[-1]
 
     def step(self) -> None:
         slots = self.rng.sample(sorted(self.texts), self.rng.randint(1, len(self.texts)))
@@ -196,7 +201,7 @@ def test_windows_hold_the_true_pairs_after_any_steps(seed):
 def warped(state: SlotState, slots: list[int], params: list[SamplingParams], logits: torch.Tensor):
     flags = functools.reduce(operator.or_, map(SamplingFlags.of, params))
     sampling = state.sampling(torch.tensor(slots), opened(state, slots), flags)
-    return warp(logits, sampling, sampling.output_counts, state.seq_len[slots] + 1), sampling
+    return warp(logits, sampling, sampling.output_counts, state.tables.seq_len[slots] + 1), sampling
 
 
 @pytest.mark.parametrize("sampling", [NEUTRAL, EVERYTHING, SamplingParams(logit_bias=((3, 1.5),))])
@@ -223,7 +228,7 @@ def test_a_new_owner_of_a_slot_inherits_nothing(sampling):
         assert torch.equal(found[0], logits[0])
     assert torch.equal(found_sampling.seed, expected_sampling.seed)
     for name in ("seq_len", "root_token", "draft_len", "draft_start", "block_tables", "features"):
-        mine, other = getattr(used, name)[1], getattr(fresh, name)[1]
+        mine, other = getattr(used.tables, name)[1], getattr(fresh.tables, name)[1]
         # The column behind the ring takes the writes of padding, and nobody reads it.
         assert torch.equal(mine[:WINDOW], other[:WINDOW]) if name == "features" else torch.equal(mine, other)
 
@@ -268,5 +273,5 @@ def test_blocks_are_appended_to_the_table_of_one_slot():
     state.admit([admission(2, (1, 2))], EOS)
     state.grow([BlockGrowth(2, 0, (4, 9))])
     state.grow([BlockGrowth(2, 2, (1,))])
-    assert state.block_tables[2].tolist() == [4, 9, 1, 0, 0, 0, 0, 0]
-    assert not state.block_tables[[0, 1, 3]].any()
+    assert state.tables.block_tables[2].tolist() == [4, 9, 1, 0, 0, 0, 0, 0]
+    assert not state.tables.block_tables[[0, 1, 3]].any()

@@ -1,5 +1,6 @@
 import pytest
 
+from engine.draft_restart import DraftRestart
 from engine.request import Request, SamplingParams, Sequence
 from engine.scheduler.progress import Progress
 from engine.scheduler.stopping import StopRule
@@ -69,8 +70,28 @@ def test_another_draft_invalidates_what_steps_in_flight_will_write():
     progress = make_progress()
     progress.draft_valid = range(21)
     progress.plan_decode(chain(3))
-    progress.invalidate_draft()
+    assert not progress.restart_draft().is_prefilling
     progress.observe_tree(20, WINDOW)
     assert len(progress.draft_valid) == 0
     progress.observe_tree(30, 10)
     assert progress.draft_valid == range(25, 31)
+
+
+@pytest.mark.parametrize(
+    ("num_hit", "num_prefilled", "start", "is_prefilling"),
+    [
+        (0, 0, 0, True),
+        (0, 12, 12, True),
+        (8, 7, 8, True),
+        (8, 12, 12, True),
+        (0, 19, 0, False),
+        (8, 19, 8, False),
+    ],
+)
+def test_a_new_draft_begins_behind_what_is_shared_and_what_chunks_have_passed(
+    num_hit, num_prefilled, start, is_prefilling
+):
+    progress = make_progress()
+    progress.sequence.slot = 3
+    progress.prefill_end, progress.store_from, progress.num_prefilled = 19, num_hit, num_prefilled
+    assert progress.restart_draft() == DraftRestart(3, start, is_prefilling)
