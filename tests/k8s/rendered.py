@@ -16,7 +16,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-OVERLAYS = ("dev", "h100", "loadtest")
+OVERLAYS = ("dev", "h100", "loadtest", "smoke")
 SERVING = ("dev", "h100")
 
 Object = dict[str, Any]
@@ -24,12 +24,15 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod template and where it stands; `is_ray` where the operator adds the probes."""
+    """A pod template and where it stands; `is_ray` where the operator adds the probes, `is_job` where it
+    ends.
+    """
 
     name: str
     labels: dict[str, str]
     spec: Object
     is_ray: bool
+    is_job: bool = False
 
     @property
     def containers(self) -> list[Object]:
@@ -83,4 +86,10 @@ def pods_of(found: Object) -> Iterator[Pod]:
             yield Pod(name, template["metadata"]["labels"], template["spec"], is_ray=True)
     elif "template" in found.get("spec", {}):
         template = found["spec"]["template"]
-        yield Pod(found["metadata"]["name"], template["metadata"]["labels"], template["spec"], is_ray=False)
+        yield Pod(
+            found["metadata"]["name"],
+            template["metadata"]["labels"],
+            template["spec"],
+            False,
+            found["kind"] == "Job",
+        )

@@ -19,7 +19,7 @@ import yaml
 
 from app.config import ServerConfig
 from tests.app.tiny_model import write_random_model
-from tests.k8s.rendered import SERVING, pods, ray_service, serve_config
+from tests.k8s.rendered import K8S, SERVING, pods, ray_service, serve_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own deprecated use of pydantic, while it is imported
@@ -124,9 +124,23 @@ def test_the_serve_config_answers_on_this_machine(tmp_path):
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert httpx.post(url, json=body).status_code == 401
+        assert smoke(f"http://127.0.0.1:{port}", "sk-one").returncode == 0
+        assert "HTTP Error 401" in smoke(f"http://127.0.0.1:{port}", "sk-two").stderr
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+def smoke(url: str, key: str) -> subprocess.CompletedProcess[str]:
+    """What the Job of the overlay `smoke` does."""
+    return subprocess.run(
+        [sys.executable, str(K8S / "overlays/smoke/smoke.py")],
+        env={"EYAS_URL": url, "EYAS_API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def wait_for_answer(process, log: Path, url: str, body: dict) -> httpx.Response:
