@@ -1,6 +1,7 @@
 """The Ray Serve application: an ingress in front of servers that own an engine each.
 
-This and `cli_serve` are the only files that know Ray; what they place is in `ingress` and `server`.
+This, `request_router` and `cli_serve` are the only files that know Ray; what they place is in `ingress` and
+`replica`.
 """
 
 import asyncio

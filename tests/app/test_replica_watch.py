@@ -1,6 +1,6 @@
 """Each change of the number of running replicas is told once, in words."""
 
-from app.replica_watch import ReplicaWatch
+from app.replica_watch import ReplicaWatch, ScaledReplicaWatch
 
 
 def test_each_change_is_told_once() -> None:
@@ -11,3 +11,13 @@ def test_each_change_is_told_once() -> None:
     assert failed == "1 of 2 server replicas failed and will be replaced; the reason is in /logs"
     assert both.startswith("1 of 2 server replicas failed")
     assert back == "2 of 2 server replicas serve again"
+
+
+def test_where_replicas_are_scaled_a_change_is_no_failure() -> None:
+    watch = ScaledReplicaWatch(1)
+    assert [watch.observe(num_running) for num_running in (1, 3, 3, 2)] == [
+        None,
+        "3 server replicas run, 1 before",
+        None,
+        "2 server replicas run, 3 before",
+    ]
