@@ -43,9 +43,7 @@ def test_the_application_exists_and_accepts_its_arguments(overlay):
     module, _, name = application["import_path"].partition(":")
     found = getattr(importlib.import_module(module), name)
     assert found is build
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # Ray announces a new default of its autoscaler
-        ingress = build(ServerConfig.model_validate(application["args"]))._bound_deployment
+    ingress = build(ServerConfig.model_validate(application["args"]))._bound_deployment
     names = {deployment["name"] for deployment in application["deployments"]}
     assert names == {ingress.name, SERVER}
 
