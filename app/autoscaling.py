@@ -110,14 +110,16 @@ class ReplicaPolicy:
         self._rule = ScalingRule(**rule)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the number of replicas, which Serve brings within its bounds, and the memory."""
+        """Return the number of replicas within Serve's bounds, and the memory."""
         memory = ScalingMemory(**{f.name: context.policy_state.get(f.name) for f in fields(ScalingMemory)})
         if memory.trend_time is None:
             memory = ScalingMemory(low_since=memory.low_since)
         figures = read_figures(context.aggregated_metrics)
         target = context.target_num_replicas
         wanted, memory = decide(figures, target, memory, context.current_time, self._rule)
-        if wanted != target:
+        least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+        wanted = max(least, min(wanted, most))
+        if wanted != target:  # Serve asks ten times a second: nothing is said of what is there already
             logger.info("autoscaling from=%d to=%d figures=%s", target, wanted, figures)
         return wanted, asdict(memory)
 

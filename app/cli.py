@@ -189,7 +189,12 @@ def _add_trees(commands: Commands) -> None:
             "--profile", type=Path, metavar="FILE", help="acceptance instead of the draft's own"
         )
     explain = kinds.add_parser("explain", help="why the dispatcher chose its tree")
-    explain.add_argument("state", metavar="FILE", help="a dispatcher's state as JSON; - reads it from a pipe")
+    explain.add_argument(
+        "state",
+        metavar="WHERE",
+        help="a running server (http://host:port), or a dispatcher's state as a JSON file; - is a pipe",
+    )
+    explain.add_argument("--key", metavar="KEY", help="an API key, where the server asks for one")
 
 
 def _token_counts(text: str) -> tuple[int, ...]:

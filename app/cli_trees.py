@@ -4,11 +4,14 @@ Searching and deciding are left to the engine; no model is loaded.
 """
 
 import argparse
+import json
 import sys
+import urllib.request
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from app.config import ServerConfig
+from app.dispatch_body import DISPATCHER
 from engine import (
     DEFAULT_PROFILE,
     ConfigError,
@@ -24,6 +27,7 @@ from engine import (
 )
 
 MANIFEST = "manifest.json"
+_TIMEOUT_S = 10.0
 TREES = "trees.json"
 PLAIN = "off"
 # How much of the odds of acceptance is left: the draft as measured, and drafts that fit the text worse.
@@ -41,7 +45,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         case "compare":
             out.write(_compare(options))
         case _:
-            out.write(explain(DispatchState.from_json(_read(options.state))))
+            out.write(_explain(options))
     return 0
 
 
@@ -67,6 +71,31 @@ def _draw_children(
         chance = reached * (row[rank] if rank < len(row) else 0.0)
         lines.append(f"{indent}{'└' if is_last else '├'}─ {rank}  {chance:.3f}")
         _draw_children(tree, profile, child, chance, indent + ("   " if is_last else "│  "), lines)
+
+
+def _explain(options: argparse.Namespace) -> str:
+    """Derive the choice of a state, or those of all replicas of a server."""
+    if not options.state.startswith(("http://", "https://")):
+        return explain(DispatchState.from_json(_read(options.state)))
+    parts = []
+    for replica in _fetch(options.state.rstrip("/") + DISPATCHER, options.key):
+        parts.append(
+            f"replica {replica['replica']}: {replica['arm']} ({replica['reason'] or 'no step yet'})\n"
+        )
+        if replica["state"] is not None:
+            parts.append(explain(DispatchState.from_json(json.dumps(replica["state"]))))
+    return "\n".join(parts)
+
+
+def _fetch(url: str, key: str | None) -> list[dict[str, Any]]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http or https, as the caller saw
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+            replicas: list[dict[str, Any]] = json.load(response)["replicas"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read {url}: {error}") from error
+    return replicas
 
 
 def _search(options: argparse.Namespace) -> str:

@@ -20,6 +20,7 @@ from app.access import KeyGuard
 from app.admin import status_body
 from app.api_keys import ApiKeys
 from app.call import Call, Reply, TokenCall
+from app.dispatch_body import DISPATCHER, dispatch_body
 from app.errors import (
     BodyTooLargeError,
     MediaTypeError,
@@ -112,6 +113,7 @@ class Ingress:
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
+        app.add_api_route(DISPATCHER, self.dispatcher, methods=["GET"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=["GET"])
@@ -174,6 +176,12 @@ class Ingress:
     async def status(self) -> Response:
         try:
             return JSONResponse(status_body(await self._backend.snapshots(), self._configuration))
+        except EyasError as error:
+            return _response(reply_for(error))
+
+    async def dispatcher(self) -> Response:
+        try:
+            return JSONResponse(dispatch_body(await self._backend.snapshots()))
         except EyasError as error:
             return _response(reply_for(error))
 

@@ -61,6 +61,38 @@ def _kv_usage(stats: EngineStats) -> float:
     return stats.num_held_blocks / max(1, _num_blocks(stats))
 
 
+def _expected_rates(stats: EngineStats) -> list[tuple[str, float]]:
+    """The dispatcher that learns has both; where nothing is estimated there is none."""
+    dispatch = stats.dispatch
+    rates = {"off": dispatch.plain_tokens_per_second, dispatch.arm: dispatch.tokens_per_second}
+    return [(tree, rate) for tree, rate in rates.items() if rate is not None]
+
+
+def _by_arm() -> tuple[Labelled, ...]:
+    """Of steps in which every row ran one tree and no prompt ran: what the dispatcher compares."""
+    # rate(eyas_arm_tokens_total[5m]) / rate(eyas_arm_seconds_total[5m]) is the realised rate of a tree
+    return (
+        Labelled(
+            "eyas_arm_steps_total",
+            "steps of one tree alone",
+            "tree",
+            lambda s: [(total.name, total.num_steps) for total in s.dispatch.totals],
+        ),
+        Labelled(
+            "eyas_arm_tokens_total",
+            "tokens that steps of one tree alone emitted",
+            "tree",
+            lambda s: [(total.name, total.num_tokens) for total in s.dispatch.totals],
+        ),
+        Labelled(
+            "eyas_arm_seconds_total",
+            "seconds of steps of one tree alone",
+            "tree",
+            lambda s: [(total.name, total.seconds) for total in s.dispatch.totals],
+        ),
+    )
+
+
 GAUGES: tuple[Plain | Labelled, ...] = (
     Plain("eyas_requests_running", "sequences that own a slot", lambda s: s.num_running),
     Plain("eyas_requests_waiting", "sequences in the queue", lambda s: s.num_waiting),
@@ -74,6 +106,14 @@ GAUGES: tuple[Plain | Labelled, ...] = (
             ("held", s.num_held_blocks),
             ("cached", s.num_cached_blocks),
         ],
+    ),
+    Labelled("eyas_dispatch_arm", "1 for the tree in use", "tree", lambda s: [(s.dispatch.arm, 1)]),
+    Labelled("eyas_dispatch_reason", "1 for why it is", "reason", lambda s: [(s.dispatch.reason, 1)]),
+    Labelled(
+        "eyas_dispatch_expected_tokens_per_second",
+        "accepted tokens per second that the tree in use, and plain decoding (off), are expected to bring",
+        "tree",
+        _expected_rates,
     ),
     Plain("vllm:num_requests_running", "alias of eyas_requests_running", lambda s: s.num_running),
     Plain("vllm:num_requests_waiting", "alias of eyas_requests_waiting", lambda s: s.num_waiting),
@@ -100,6 +140,16 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
         "decode rows by topology, a row once per step",
         "tree",
         lambda s: s.steps_by_tree,
+    ),
+    *_by_arm(),
+    Plain("eyas_dispatch_switches_total", "changes of the tree in use", lambda s: s.dispatch.num_switches),
+    Plain("eyas_dispatch_probes_total", "excursions from the tree in use", lambda s: s.dispatch.num_probes),
+    Plain("eyas_dispatch_alarms_total", "sudden breaks of acceptance", lambda s: s.dispatch.num_alarms),
+    # increase(eyas_dispatch_trips_total[1h]) > 0 says that the dispatcher was wrong and noticed
+    Plain(
+        "eyas_dispatch_trips_total",
+        "times that speculation was blocked since it brought less than plain decoding",
+        lambda s: s.dispatch.num_trips,
     ),
     Plain("eyas_prompt_tokens_total", "prompt tokens", lambda s: s.num_prompt_tokens),
     # rate(eyas_prefix_hit_tokens_total[5m]) / rate(eyas_prompt_tokens_total[5m]) is the prefix hit rate

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from app.body import Body
+from app.dispatch_body import DISPATCHER
 from app.protocol import ChatBody, CompletionBody
 from app.token_protocol import DetokenizeBody, TokenizeBody
 
@@ -49,6 +50,9 @@ def _paths() -> Schema:
         "/detokenize": {"post": _posting(DetokenizeBody, "Join tokens to a text", "Text")},
         "/health": {"get": _open("Tell whether the engine runs", {})},
         "/version": {"get": _open("Tell the version", _content(JSON_TYPE, "Version"))},
+        DISPATCHER: {
+            "get": _operation("Tell which tree is drafted, and why", _content(JSON_TYPE, "Dispatchers"))
+        },
         "/metrics": {"get": _open("Prometheus text", {TEXT_TYPE: {"schema": {"type": "string"}}})},
     }
 
@@ -132,6 +136,22 @@ _MODEL = _object(
         "max_model_len": {"type": "integer", "minimum": 1},
     }
 )
+_DISPATCHER = _object(
+    {
+        "replica": _TEXT,
+        "model": _TEXT,
+        "arm": _TEXT,
+        "reason": _TEXT,
+        "tokens_per_second": {"type": ["number", "null"]},
+        "plain_tokens_per_second": {"type": ["number", "null"]},
+        "num_switches": _COUNT,
+        "num_probes": _COUNT,
+        "num_alarms": _COUNT,
+        "num_trips": _COUNT,
+        "state": {"type": ["object", "null"]},
+        "totals": {"type": "array", "items": {"type": "object"}},
+    }
+)
 _ANSWERS: Schema = {
     "ChatAnswer": _answer("chat.completion", _object(_CHOICE | {"message": _MESSAGE})),
     "CompletionAnswer": _answer("text_completion", _object(_CHOICE | {"text": _TEXT})),
@@ -149,6 +169,7 @@ _ANSWERS: Schema = {
     ),
     "Text": _object({"prompt": _TEXT}),
     "Version": _object({"version": _TEXT}),
+    "Dispatchers": _object({"replicas": {"type": "array", "items": _DISPATCHER}}),
     "Error": _object(
         {"error": _object({"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL})}
     ),

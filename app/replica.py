@@ -89,8 +89,14 @@ class Replica:
 
 
 async def _emit_one_token(engine: AsyncEngine) -> None:
-    """Run the first step, which compiles and warms, before a client waits for it."""
+    """Run the first step, which compiles and warms, before a client waits for it. A core that fails it
+    ends.
+    """
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    async with aclosing(engine.generate(Request("first-token", (0,), sampling))) as deltas:
-        async for _ in deltas:
-            pass
+    try:
+        async with aclosing(engine.generate(Request("first-token", (0,), sampling))) as deltas:
+            async for _ in deltas:
+                pass
+    except BaseException:  # cancellation too: nobody else knows of the process yet
+        await engine.shutdown()
+        raise

@@ -1,162 +1,304 @@
 """Is the adaptive dispatcher as fast as the best fixed tree, cell by cell, on this machine?
 
-A cell is a batch and an acceptance: the draft as it is, or with half or all of its tokens replaced by wrong
-ones. In every round all modes answer the same prompts, in an order that alternates; the dispatcher that
-learns keeps what it learnt from round to round and cell to cell, and sees its own steps only. Run:
-python -m benchmarks.dispatcher_cells [--batch 1,4,8] [--rounds N] [--tokens N] > OUT.json
+A cell is a context, a batch and an acceptance: the profile of a draft, or half or none of it. Networks have
+the sizes of a published model and random weights (for SmolLM2 the draft is the shipped one), contexts are
+random pages that no prompt filled, acceptance is replayed. In every round all modes answer the same prompts
+with the same seeds, in an order that alternates; trees that are far from the best are left out after a few
+rounds. The dispatcher that learns has an engine of its own, times its steps as at every start, and keeps what
+it learnt from cell to cell; it runs for a while at each before it is measured. Run, on a GPU:
+
+python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out DIR
 """
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from app.bench_prompts import QUESTIONS
-from app.call import Message
-from app.local_model import LocalModel
+from app.drafts import SHIPPED_DRAFTS
 from app.machine import describe_machine
 from app.offline import run_to_end
-from engine import Engine, EngineConfig, MeasuredProfile, Request, SamplingParams
-from engine.config import DTypeName
+from benchmarks.ranked_replay import RankedReplay
+from engine import (
+    EngineConfig,
+    MeasuredProfile,
+    Profile,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    chain,
+    scale_profile,
+    shape_of,
+)
 from engine.dispatcher.arms import select_arms
-from engine.dispatcher.calibration import CalibrationPlan, calibrate
 from engine.dispatcher.latency import LatencyTable
-from engine.draft.drafter import DraftNoise, PromptPairs, TreeDrafter
-from engine.draft.ops import AlignWindow
-from engine.engine import assemble_engine
-from engine.runner.worker import Worker, build_worker
-from engine.speculation import DraftOutput, TreeTensors
-from engine.step_times import StepTimes
+from engine.draft.loader import load_draft
+from engine.engine import Engine, assemble_engine
+from engine.kvcache.block_pool import BlockPool
+from engine.kvcache.kv_cache import KVCache
+from engine.runner.calibrate import choose_device, choose_dtype
+from engine.runner.rates import synchronize
+from engine.runner.synthetic import eagle3_config, fill_pages, random_head, random_target
+from engine.runner.worker import Origin, Worker, choose_verify, count_positions, wire_worker
+from engine.step_times import measure_latency
+from engine.synthetic import cache_contexts
+from engine.tree.library import TreeLibrary
 
-AUTO = "auto"
-SHARES = {"measured": 0.0, "half": 0.5, "zero": 1.0}  # of drafted tokens that are made wrong
-CHAINS = ("chain-1", "chain-2", "chain-3", "chain-5")
+AUTO, PLAIN = "auto", "off"
+SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance
+TOKENS_PER_CALL = 2.78  # of a chain of 3, for a model whose draft is made up
 LIMIT, MAX_ERROR = 0.98, 0.003
+_MIN_ROUNDS, _MAX_ROUNDS = 6, 40
+_SCREENED_AFTER, _SCREEN = 3, 0.93  # rounds, and the share of the best below which a tree is left out then
+_SETTLING_STEPS = 300  # of the adaptive engine at a cell, before it is measured
+_GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
-class WorseDrafter:
-    """A drafter whose tokens are replaced by their neighbours at a share of positions and tokens, the same
-    ones whatever the tree.
-    """
+@dataclass(frozen=True, slots=True)
+class Cell:
+    context: int
+    batch: int
+    acceptance: str
 
-    def __init__(self, drafter: TreeDrafter) -> None:
-        self._drafter = drafter
-        self.share = 0.0
+    def __str__(self) -> str:
+        return f"{self.context} x {self.batch} {self.acceptance}"
 
-    def fill(self, pairs: PromptPairs) -> None:
-        self._drafter.fill(pairs)
 
-    def draft(self, window: AlignWindow, tree: TreeTensors, noise: DraftNoise, draft: DraftOutput) -> None:
-        self._drafter.draft(window, tree, noise, draft)
-        positions = window.positions[:, -1:] + tree.depths
-        draft.token_ids[:, 1:] = self._spoil(draft.token_ids, positions)[:, 1:]
-        if draft.children is not None:
-            draft.children.copy_(self._spoil(draft.children, positions[:, :, None] + 1))
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Tokens per second of each mode and the adaptive one's share of the best fixed one, with its error."""
 
-    def _spoil(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        is_spoilt = (token_ids * 7919 + positions * 104729) % 1000 < 1000 * self.share
-        return torch.where(is_spoilt & (token_ids >= 0), (token_ids - 1).clamp(min=0), token_ids)
+    cell: Cell
+    best: str
+    ratio: float
+    standard_error: float
+    num_rounds: int
+    arm: str
+    tokens_per_second: dict[str, float]
+
+    @property
+    def is_within(self) -> bool:
+        return self.ratio >= LIMIT and self.standard_error <= MAX_ERROR
+
+
+class Bench:
+    """One model, its runner, and two engines on it that never run at once: one learns, one does as told."""
+
+    def __init__(self, name: str, cells: Sequence[Cell], num_tokens: int, block_size: int) -> None:
+        self._num_tokens = num_tokens
+        self._profile = _profile_of(name)
+        config = _config(name, cells, num_tokens, block_size)
+        worker, self._replay = _build(name, self._profile, config)
+        started = time.perf_counter()
+        table = measure_latency(config, worker)
+        assert table is not None, "the cells have a row at least"
+        self.table: LatencyTable = table
+        self.calibration_seconds = time.perf_counter() - started
+        for seed, pool in enumerate(worker.runner.page_pools):
+            fill_pages(pool, seed)
+        self._kv_cache = KVCache(BlockPool(worker.facts.num_blocks + 1, block_size))
+        self._adaptive = assemble_engine(config, worker, self._kv_cache, table)
+        self._adaptive.prepare()
+        self._fixed = assemble_engine(
+            replace(config, speculation=SpeculationConfig(mode=PLAIN)), worker, self._kv_cache
+        )
+        self.facts, self._device = worker.facts, torch.device(worker.facts.device)
+        trees = [worker.library.get(tree) for tree in table.names]
+        self.trees = [tree.name for tree in select_arms(trees, self._profile, table)]
+
+    def measure(self, cell: Cell, deadline: float) -> Result | None:
+        """Return the result of a cell; None where not a few rounds fit before `deadline`."""
+        self._replay.set_profile([[p * SHARES[cell.acceptance] for p in row] for row in self._profile])
+        prompts = _prompts(cell, self.facts.vocab_size)
+        self._settle(cell, prompts)
+        trees = [tree for tree in self.trees if self.table.seconds(tree, cell.batch, 0) < float("inf")]
+        rates: dict[str, list[float]] = {mode: [] for mode in (AUTO, *trees)}
+        for tree in trees:
+            self._fixed.capture(tree, cell.batch)
+            self._run(self._fixed, cell, prompts, tree, 0)
+        for round_idx in range(1, _MAX_ROUNDS + 1):
+            if time.perf_counter() > deadline:
+                break
+            for mode in list(rates) if round_idx % 2 else list(rates)[::-1]:
+                engine = self._adaptive if mode == AUTO else self._fixed
+                rates[mode].append(self._run(engine, cell, prompts, mode, round_idx))
+            if round_idx == _SCREENED_AFTER:
+                rates = _screened(rates)
+            if round_idx >= _MIN_ROUNDS and _result(cell, rates, "").standard_error <= MAX_ERROR * 0.9:
+                break
+        if len(rates[AUTO]) < _SCREENED_AFTER:
+            return None
+        return _result(cell, rates, self._adaptive.stats().dispatch.arm)
+
+    def _settle(self, cell: Cell, prompts: Sequence[tuple[int, ...]]) -> None:
+        first = self._adaptive.stats().num_steps
+        round_idx = 1000
+        while self._adaptive.stats().num_steps < first + _SETTLING_STEPS:
+            self._run(self._adaptive, cell, prompts, AUTO, round_idx)
+            round_idx += 1
+
+    def _run(
+        self, engine: Engine, cell: Cell, prompts: Sequence[tuple[int, ...]], mode: str, round_idx: int
+    ) -> float:
+        """Return the tokens per second of one round, from the first request to the last token."""
+        cache_contexts(self._kv_cache, prompts)
+        requests = [
+            Request(
+                f"row-{row}",
+                prompt,
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=self._num_tokens,
+                    ignore_eos=True,
+                    seed=(round_idx * cell.batch + row + 1) * _GOLDEN & _MASK,
+                    speculation=mode,
+                ),
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        synchronize(self._device)
+        started = time.perf_counter()
+        completions = run_to_end(engine, requests)
+        return sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - started)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=lambda text: tuple(map(int, text.split(","))), default=(1, 4, 8))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens per answer")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m or llama-3.1-8b")
+    parser.add_argument("--context", type=_integers, default=(512, 7168), help="multiples of the block size")
+    parser.add_argument("--batch", type=_integers, default=(1, 4, 16, 64))
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per answer")
+    parser.add_argument("--cells", type=int, help="measure so many, drawn at random; all by default")
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=500.0, help="of measuring, the start not counted")
+    parser.add_argument("--out", type=Path, help="a folder for the results as JSON")
     options = parser.parse_args()
-    model, worker, drafter = _load(options.dtype, max(options.batch))
-    assert model.config.draft is not None
-    profile = MeasuredProfile.load(model.config.draft / "manifest.json").probabilities
-    table = _calibrate(model, worker, options.batch)
-    print(table.to_json(), file=sys.stderr)
-    trees = select_arms([worker.library.get(name) for name in table.names], profile, table)
-    fixed = assemble_engine(model.config, worker.runner, worker.library, worker.facts)
-    adaptive = assemble_engine(
-        model.config, worker.runner, worker.library, worker.facts, latency=table, profile=profile
-    )
-    prompts = [model.encode_chat([Message("user", question)]) for question in QUESTIONS]
-    cells = []
-    for name, share in SHARES.items():
-        drafter.share = share
-        for batch in options.batch:
-            modes = [AUTO, *(tree.name for tree in trees)]
-            rates = _measure(adaptive, fixed, modes, prompts, batch, options)
-            cells.append(_cell(name, batch, rates))
-            print(cells[-1], file=sys.stderr, flush=True)
-    report = {"environment": describe_machine(worker.facts), "table": json.loads(table.to_json())}
+    cells = [Cell(*key) for key in _product(options.context, options.batch)]
+    random.Random(0).shuffle(cells)  # noqa: S311 - which cells are measured is no secret
+    left_out = cells[options.cells :] if options.cells else []
+    cells = cells[: options.cells] if options.cells else cells
+    bench = Bench(options.model, cells, options.tokens, options.block_size)
+    print(f"steps timed in {bench.calibration_seconds:.1f} s; arms: {', '.join(bench.trees)}")
     print(
-        json.dumps({**report, "rounds": options.rounds, "tokens": options.tokens, "cells": cells}, indent=1)
+        f"{'context x batch acceptance':<28} {'best fixed':>10} {'arm':>8} {'ratio':>7} {'error':>7}  rounds"
     )
-    return 0 if all(cell["is_within"] for cell in cells) else 1
+    results: list[Result] = []
+    deadline = time.perf_counter() + options.seconds
+    for idx, cell in enumerate(cells):
+        now = time.perf_counter()
+        found = bench.measure(cell, now + (deadline - now) / (len(cells) - idx))
+        if found is None:
+            left_out.append(cell)
+            continue
+        results.append(found)
+        print(
+            f"{cell!s:<28} {found.best:>10} {found.arm:>8} {found.ratio:>7.4f} {found.standard_error:>7.4f}"
+            f"  {found.num_rounds:>6}{'' if found.is_within else '  OUTSIDE'}",
+            flush=True,
+        )
+    num_within = sum(result.is_within for result in results)
+    print(f"{num_within} of {len(results)} within; not measured: {', '.join(map(str, left_out)) or 'none'}")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        report = _report(options, bench, results, left_out)
+        (options.out / f"dispatcher_cells_{options.model}.json").write_text(report, encoding="utf-8")
+    return 0 if num_within == len(results) else 1
 
 
-def _load(dtype: DTypeName, batch: int) -> tuple[LocalModel, Worker, WorseDrafter]:
-    """Return the shipped model and draft, whose drafts can be spoilt. Nothing is shared between rounds."""
-    sizes = EngineConfig(Path(), dtype=dtype, max_num_seqs=batch, enable_prefix_cache=False)
-    model = LocalModel.open(sizes, "smollm2", "auto")
-    worker = build_worker(model.config)
-    runner = worker.runner
-    assert runner._drafter is not None  # noqa: SLF001 - a benchmark's own seam
-    drafter = WorseDrafter(runner._drafter)  # noqa: SLF001
-    runner._drafter = runner._step._drafter = drafter  # noqa: SLF001
-    return model, worker, drafter
+def _build(name: str, profile: Profile, config: EngineConfig) -> tuple[Worker, RankedReplay]:
+    """Return a runner over random weights, and what sets its acceptance."""
+    model = shape_of(name)
+    device = choose_device(config)
+    dtype, num_positions = choose_dtype(config, model, device), count_positions(config, model)
+    shipped = load_draft(SHIPPED_DRAFTS / "smollm2") if name == "smollm2-135m" else None
+    taps = shipped.config.taps if shipped else eagle3_config(model).taps
+    target = random_target(model, taps, num_positions, dtype, device)
+    max_depth = config.speculation.feature_window - 1
+    if shipped is not None:
+        head = shipped.build(target.embed_tokens.weight, target.head_weight, num_positions, dtype, device)
+        assert shipped.trees is not None, "the shipped draft has trees"
+        library = TreeLibrary.load(shipped.trees, max_depth)
+    else:
+        head = random_head(eagle3_config(model), target, num_positions)
+        library = TreeLibrary.search(profile, max_depth)
+    replay = RankedReplay(profile, device, choose_verify(device))
+    origin = Origin(name, "", "synthetic weights", "synthetic weights")
+    worker = wire_worker(config, target, head, library, origin, replay)
+    return replace(worker, profile=profile), replay
 
 
-def _calibrate(model: LocalModel, worker: Worker, batches: tuple[int, ...]) -> LatencyTable:
-    engine = assemble_engine(model.config, worker.runner, worker.library, worker.facts)
-    times = StepTimes(engine)
-    names = dict.fromkeys((*worker.library.names, *CHAINS))
-    trees = [worker.library.get(name) for name in names]
-    plan = CalibrationPlan(batches=batches, contexts=(64, 512), max_seconds=600.0)
-    window = model.config.speculation.feature_window
-    catch_up = worker.library.get("chain-1")
-    return calibrate(trees, plan, times.time_step, lambda batch: times.time_catch_up(batch, catch_up, window))
+def _profile_of(name: str) -> Profile:
+    measured = MeasuredProfile.load(SHIPPED_DRAFTS / "smollm2" / "manifest.json").probabilities
+    return measured if name == "smollm2-135m" else scale_profile(measured, chain(3), TOKENS_PER_CALL)
 
 
-def _measure(
-    adaptive: Engine,
-    fixed: Engine,
-    modes: list[str],
-    prompts: list[tuple[int, ...]],
-    batch: int,
-    options: argparse.Namespace,
-) -> dict[str, list[float]]:
-    """Return tokens per second of every mode in every round; the first round warms up and is left out."""
-    rates: dict[str, list[float]] = {mode: [] for mode in modes}
-    params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-    for round_idx in range(options.rounds + 1):
-        chosen = [prompts[(round_idx * batch + row) % len(prompts)] for row in range(batch)]
-        requests = [Request(f"row-{row}", prompt, params) for row, prompt in enumerate(chosen)]
-        for mode in modes if round_idx % 2 else reversed(modes):
-            engine = adaptive if mode == AUTO else fixed
-            engine.switch_speculation(mode)
-            start = time.perf_counter()
-            completions = run_to_end(engine, requests)
-            seconds = time.perf_counter() - start
-            rates[mode].append(sum(len(completion.token_ids) for completion in completions) / seconds)
-    return {mode: found[1:] for mode, found in rates.items()}
+def _config(name: str, cells: Sequence[Cell], num_tokens: int, block_size: int) -> EngineConfig:
+    """Return an engine's sizes with room for the largest cell."""
+    ahead = num_tokens + 64  # trees and what an asynchronous host reserves
+    most = max(cell.batch for cell in cells)
+    blocks = max(cell.batch * -(-(cell.context + ahead) // block_size) for cell in cells)
+    return EngineConfig(
+        Path(name),
+        block_size=block_size,
+        num_blocks=int(blocks * 1.03) + 2,
+        max_model_len=max(cell.context for cell in cells) + ahead,
+        max_num_seqs=most,
+        max_num_waiting=most,
+        max_batched_tokens=max(512, 65 * most + 1),
+    )
 
 
-def _cell(acceptance: str, batch: int, rates: dict[str, list[float]]) -> dict[str, object]:
+def _prompts(cell: Cell, vocab_size: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(vocab_size, (cell.batch, cell.context + 1), generator=generator).tolist()
+    return [tuple(row) for row in rows]
+
+
+def _screened(rates: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Leave out the fixed trees that cannot be the best."""
+    means = {mode: statistics.fmean(found) for mode, found in rates.items()}
+    best = max(mean for mode, mean in means.items() if mode != AUTO)
+    return {mode: found for mode, found in rates.items() if mode == AUTO or means[mode] >= _SCREEN * best}
+
+
+def _result(cell: Cell, rates: dict[str, list[float]], arm: str) -> Result:
     """Hold the adaptive mode against the fixed one that was best over all rounds."""
     means = {mode: statistics.fmean(found) for mode, found in rates.items()}
     best = max((mode for mode in means if mode != AUTO), key=means.__getitem__)
     ratios = [auto / other for auto, other in zip(rates[AUTO], rates[best], strict=True)]
-    ratio, error = statistics.fmean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
-    return {
-        "acceptance": acceptance,
-        "batch": batch,
-        "best_fixed": best,
-        "ratio": ratio,
-        "standard_error": error,
-        "tokens_per_second": means,
-        "is_within": ratio >= LIMIT and error <= MAX_ERROR,
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("inf")
+    return Result(cell, best, statistics.fmean(ratios), error, len(ratios), arm, means)
+
+
+def _product(contexts: Sequence[int], batches: Sequence[int]) -> list[tuple[int, int, str]]:
+    return [(context, batch, name) for context in contexts for batch in batches for name in SHARES]
+
+
+def _report(
+    options: argparse.Namespace, bench: Bench, results: Sequence[Result], left_out: Sequence[Cell]
+) -> str:
+    report = {
+        "environment": describe_machine(bench.facts),
+        "calibration_seconds": bench.calibration_seconds,
+        "table": json.loads(bench.table.to_json()),
+        "tokens": options.tokens,
+        "settling_steps": _SETTLING_STEPS,
+        "limit": LIMIT,
+        "cells": [asdict(result) | {"is_within": result.is_within} for result in results],
+        "not_measured": [str(cell) for cell in left_out],
     }
+    return json.dumps(report, indent=1) + "\n"
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ CUDA_TABLE: TreeTable = ((16, "tree-8"), (64, "chain-3"))
 class SpeculationConfig:
     """Which trees the engine may draft, and how children are chosen.
 
-    `mode` is "auto" (the dispatcher picks by measured costs and live acceptance, or, where nothing was
-    measured, by `table`), "table", "off", or one tree name for every step. `table` is the static choice:
-    (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly. None is
-    the table of the device. `max_step_seconds` bars trees whose steps are expected to last longer.
+    `mode` is "auto" (the dispatcher picks by costs measured at the start and live acceptance, or by `table`
+    where one is given), "table", "off", or one tree name for every step. `table` is the static choice:
+    (largest batch, tree name) in rising batch order; a batch beyond the last entry decodes plainly. In mode
+    "table" None is that of the device. `max_step_seconds` bars trees whose steps are expected to last longer.
     `draft_mode` "greedy" takes the top children (output identical to plain decoding for a seed); "sampled"
     draws them without replacement (the output law is identical, single tokens are not).
     """

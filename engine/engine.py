@@ -20,12 +20,11 @@ from engine.policy import build_policy
 from engine.request import MAX_STOP_TOKENS, FinishReason, Request, SamplingParams, Sequence
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
-from engine.runner.worker import build_worker
+from engine.runner.worker import Worker, build_worker
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import EngineFacts, EngineStats
 from engine.step_stats import StepStats
-from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
-from engine.tree.search import Profile
+from engine.step_times import measure_latency
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class Engine:
     def load(config: EngineConfig) -> "Engine":
         """Build an engine from what `config` names. Raises `ModelLoadError` or `ConfigError`."""
         worker = build_worker(config)
-        engine = assemble_engine(config, worker.runner, worker.library, worker.facts)
+        engine = assemble_engine(config, worker, latency=measure_latency(config, worker))
         engine.prepare()
         logger.info("engine ready %s", engine.facts)
         return engine
@@ -187,21 +186,16 @@ class Engine:
 
 
 def assemble_engine(
-    config: EngineConfig,
-    runner: ModelRunner,
-    library: TreeLibrary,
-    facts: EngineFacts,
-    kv_cache: KVCache | None = None,
-    latency: LatencyTable | None = None,
-    profile: Profile = DEFAULT_PROFILE,
+    config: EngineConfig, worker: Worker, kv_cache: KVCache | None = None, latency: LatencyTable | None = None
 ) -> Engine:
-    """Wire a runner to its policy; `facts` says what the runner was built with. A `kv_cache` that is given
-    has as many blocks as they say.
+    """Wire a runner to its policy. A `kv_cache` that is given has as many blocks as the runner's facts say.
 
-    With a `latency` table of this machine the dispatcher learns, beginning with the acceptance `profile`.
+    With a `latency` table of this machine the dispatcher learns, beginning with the worker's profile.
     """
-    policy = build_policy(config, library, facts, kv_cache, latency, profile)
-    return Engine(runner, policy.kv_cache, policy.scheduler, policy.dispatcher, facts, config.seed)
+    policy = build_policy(config, worker, kv_cache, latency)
+    return Engine(
+        worker.runner, policy.kv_cache, policy.scheduler, policy.dispatcher, worker.facts, config.seed
+    )
 
 
 def _signed64(value: int) -> int:

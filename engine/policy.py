@@ -12,10 +12,8 @@ from engine.dispatcher.latency import LatencyTable
 from engine.dispatcher.static import StaticDispatcher
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
+from engine.runner.worker import Worker
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
-from engine.stats import EngineFacts
-from engine.tree.library import TreeLibrary
-from engine.tree.search import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +26,10 @@ class Policy:
 
 
 def build_policy(
-    config: EngineConfig,
-    library: TreeLibrary,
-    facts: EngineFacts,
-    kv_cache: KVCache | None,
-    latency: LatencyTable | None,
-    profile: Profile,
+    config: EngineConfig, worker: Worker, kv_cache: KVCache | None, latency: LatencyTable | None
 ) -> Policy:
     """Return the policy for what the machine answered; see `assemble_engine`."""
+    library, facts = worker.library, worker.facts
     if kv_cache is None:
         kv_cache = KVCache(BlockPool(facts.num_blocks + 1, facts.block_size), config.enable_prefix_cache)
     scheduler_config = SchedulerConfig(
@@ -52,7 +46,7 @@ def build_policy(
         StaticDispatcher(config.speculation, table, library),
         library,
         latency,
-        profile,
+        worker.profile,
         block_size=facts.block_size,
         max_num_seqs=config.max_num_seqs,
     )

@@ -1,108 +1,163 @@
-"""Timing decode steps of a running engine by tree, batch and context: what a latency table is fitted to.
+"""What decode steps cost on this machine, by tree, batch and context: timed on a runner at the start.
 
-Which steps are worth timing is left to `dispatcher/calibration`; an engine is seen only from outside.
+Which steps are worth timing is left to `dispatcher/calibration`; no scheduler takes part, and no prompt is
+run.
 """
 
-import contextlib
+import functools
+import logging
 import math
 import statistics
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
-from engine.errors import CapacityError, RequestError
-from engine.request import Request, SamplingParams
-from engine.stats import EngineFacts, EngineStats
+from engine.batch import Admission, BlockGrowth, DecodeRow, StepPlan
+from engine.config import EngineConfig
+from engine.dispatcher.calibration import CalibrationPlan, calibrate
+from engine.dispatcher.latency import LatencyTable
+from engine.request import SamplingParams
+from engine.runner.graphs import row_bucket
+from engine.runner.step_handle import StepHandle
+from engine.runner.worker import Worker
+from engine.stats import EngineFacts
+from engine.tree.library import TreeLibrary
 from engine.tree.topology import TreeTopology
 
-_NUM_WARM_UP = 2  # steps: the first may compile or catch up
-_MOST_STEPS = 10_000  # with prompts that long, an engine is not for serving
-_PRIMES = (7919, 104729)  # spread the token ids of made-up prompts
+logger = logging.getLogger(__name__)
+
+CHAINS = (1, 2, 3, 5)  # drafts of the chains that may become arms, beside the trees of the draft
+_CPU_SECONDS, _CUDA_SECONDS = 4.0, 90.0  # the most that timing takes, but for the step that is running then
+_CPU_CONTEXTS, _CUDA_CONTEXTS = (64, 1024), (64, 4096)  # cached tokens of a row
+_NUM_WARM_UP = 1  # steps: the first may compile
 
 
-class TimedEngine(Protocol):
-    """What timing asks of an engine that has no other work and follows no table of its own."""
-
-    facts: EngineFacts
+class TimedRunner(Protocol):
+    """What timing asks of a runner."""
 
     @property
-    def has_work(self) -> bool: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> bool: ...
-    def step(self) -> object: ...
-    def stats(self) -> EngineStats: ...
-    def switch_speculation(self, mode: str) -> None: ...
+    def is_captured(self) -> bool: ...
+    def capture(self, topology: TreeTopology, num_rows: range) -> None: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
 
 
 class StepTimes:
-    """Runs made-up requests. Their drafts are hardly ever right, which changes no step's time."""
+    """Steps rows of made-up text on a runner that nobody else uses yet.
 
-    def __init__(self, engine: TimedEngine, num_steps: int = 4) -> None:
-        self._engine, self._num_steps = engine, num_steps
-        self._num_added = 0
+    Their contexts are whatever the pages hold and their drafts are hardly ever right: neither changes the
+    time of a step. Whoever takes the slots next finds nothing of them.
+    """
+
+    def __init__(self, runner: TimedRunner, facts: EngineFacts, num_steps: int = 2) -> None:
+        self._runner, self._facts, self._num_steps = runner, facts, num_steps
 
     def time_step(self, batch: int, tree: TreeTopology, context: int) -> float:
-        """Return the median seconds of a step of `batch` rows over `tree`, each behind about `context` cached
+        """Return the seconds of a step of `batch` rows over `tree`, each behind about `context` cached
         tokens; infinity where so many do not fit.
         """
-        num_steps = _NUM_WARM_UP + self._num_steps
-        names = self._start(batch, tree.name, context, (num_steps + 3) * (tree.depth + 1))
-        seconds = self._run(tree.name, batch, num_steps)[_NUM_WARM_UP:]
-        self._end(names)
-        return statistics.median(seconds) if len(seconds) == self._num_steps else math.inf
+        self._runner.capture(tree, range(batch, batch + 1))
+        seconds = self._run([tree] * (_NUM_WARM_UP + self._num_steps), batch, context)
+        return statistics.median_low(seconds[_NUM_WARM_UP:]) if seconds else math.inf
 
-    def time_catch_up(self, batch: int, tree: TreeTopology, num_plain: int, context: int = 64) -> float:
+    def time_catch_up(
+        self, plain: TreeTopology, tree: TreeTopology, num_plain: int, batch: int, context: int = 64
+    ) -> float:
         """Return how many seconds more the first step over `tree` takes after `num_plain` steps of plain
-        decoding than the steps after it; infinity where the batch does not fit.
+        decoding than those after it; infinity where the batch does not fit.
         """
-        num_tokens = num_plain + (self._num_steps + 4) * (tree.depth + 1)
-        names = self._start(batch, "off", context, num_tokens)
-        has_run = bool(self._run("off", batch, num_plain))
-        self._engine.switch_speculation(tree.name)
-        seconds = self._run(tree.name, batch, 1 + self._num_steps)
-        self._end(names)
-        if not has_run or len(seconds) <= self._num_steps:
-            return math.inf
-        return max(0.0, seconds[0] - statistics.median(seconds[1:]))
+        for topology in (plain, tree):
+            self._runner.capture(topology, range(batch, batch + 1))
+        trees = [plain] * num_plain + [tree] * (1 + self._num_steps)
+        seconds = self._run(trees, batch, context)[num_plain:]
+        return max(0.0, seconds[0] - statistics.median_low(seconds[1:])) if seconds else math.inf
 
-    def _start(self, batch: int, mode: str, context: int, num_tokens: int) -> list[str]:
-        """Queue requests that emit `num_tokens`; fewer than `batch`, or none, where they can never fit."""
-        self._engine.switch_speculation(mode)
-        facts = self._engine.facts
-        length = max(1, min(context, facts.max_model_len - num_tokens))
-        names: list[str] = []
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        with contextlib.suppress(CapacityError, RequestError):
-            for _ in range(batch):
-                start = self._num_added * _PRIMES[1]
-                prompt = tuple((start + idx * _PRIMES[0]) % facts.vocab_size for idx in range(length))
-                self._engine.add(Request(f"step-times-{self._num_added}", prompt, params))
-                names.append(f"step-times-{self._num_added}")
-                self._num_added += 1
-        return names
-
-    def _run(self, name: str, batch: int, num_steps: int) -> list[float]:
-        """Step until `num_steps` steps of `batch` rows over a tree and nothing else were collected; return
-        their seconds, fewer where requests end or wait for good.
+    def _run(self, trees: Sequence[TreeTopology], batch: int, context: int) -> list[float]:
+        """Return the seconds of one step over each of `trees`, one after the other on the same rows; nothing
+        where the rows do not fit.
         """
-        found: list[float] = []
-        for _ in range(_MOST_STEPS):
-            before = self._engine.stats()
-            if not self._engine.has_work or before.num_running + before.num_waiting < batch:
-                break
-            self._engine.step()
-            after = self._engine.stats()
-            seconds = _seconds(after, name) - _seconds(before, name)
-            if seconds > 0.0 and before.num_running == batch:
-                found.append(seconds)
-            if len(found) == num_steps or (seconds > 0.0 and before.num_running < batch):
-                break
-        return found
-
-    def _end(self, names: list[str]) -> None:
-        for name in names:
-            self._engine.abort(name)
-        while self._engine.has_work:
-            self._engine.step()
+        facts = self._facts
+        num_tokens = context + 1 + sum(tree.depth + 1 for tree in trees)
+        num_blocks = -(-num_tokens // facts.block_size)
+        if batch > facts.max_num_seqs or num_tokens > facts.max_model_len:
+            return []
+        if batch * num_blocks > facts.num_blocks:
+            return []
+        handles, max_len = [], context
+        admissions, growths = _rows(batch, context, num_blocks)
+        for idx, tree in enumerate(trees):
+            rows = tuple(DecodeRow(slot, tree) for slot in range(1, batch + 1))
+            handles.append(self._runner.launch(StepPlan(idx, admissions, growths, (), rows, max_len)))
+            admissions, growths = (), ()  # the rows go on
+            max_len += tree.depth + 1
+        return [handle.collect().seconds for handle in handles]
 
 
-def _seconds(stats: EngineStats, name: str) -> float:
-    return next((total.seconds for total in stats.dispatch.totals if total.name == name), 0.0)
+def measure_latency(config: EngineConfig, worker: Worker) -> LatencyTable | None:
+    """Return the latency table of the worker's runner, captured steps included where it captures any.
+
+    None where nothing would be chosen by it: without a draft, and where the config names a tree or a table.
+    """
+    speculation, library = config.speculation, worker.library
+    if speculation.mode != "auto" or speculation.table is not None or not library.max_depth:
+        return None
+    started = time.perf_counter()
+    facts, runner = worker.facts, worker.runner
+    times = StepTimes(runner, facts)
+    catch_up = functools.partial(
+        times.time_catch_up, library.get("off"), library.get("chain-1"), speculation.feature_window
+    )
+    trees = candidates(library)
+    table = calibrate(
+        trees,
+        plan_timing(facts, is_captured=runner.is_captured),
+        times.time_step,
+        catch_up,
+        lambda: time.perf_counter() - started,
+        is_padded=runner.is_captured,
+    )
+    if table is None:
+        logger.warning("steps not timed: the cache is too short for a row of %d positions", _CPU_CONTEXTS[0])
+        return None
+    logger.info(
+        "steps timed seconds=%.1f batches=%s trees=%s",
+        time.perf_counter() - started,
+        ",".join(map(str, table.batches)),
+        ",".join(table.names),
+    )
+    return table
+
+
+def candidates(library: TreeLibrary) -> tuple[TreeTopology, ...]:
+    """Return the trees that may become arms, plain decoding first, in rising number of nodes."""
+    chains = [f"chain-{depth}" for depth in CHAINS if depth <= library.max_depth]
+    trees = [library.get(name) for name in (*library.names, *chains)]
+    return tuple(sorted(trees, key=lambda tree: (tree.num_nodes, tree.depth)))
+
+
+def plan_timing(facts: EngineFacts, *, is_captured: bool) -> CalibrationPlan:
+    """Return what to time: every number of rows that is captured, else doubling ones."""
+    most = facts.max_num_seqs
+    if is_captured:
+        batches = {min(row_bucket(rows), most) for rows in range(1, most + 1)}
+    else:
+        batches = {1 << power for power in range(most.bit_length())} | {most}
+    is_cuda = facts.device.startswith("cuda")
+    contexts = _CUDA_CONTEXTS if is_cuda else _CPU_CONTEXTS
+    return CalibrationPlan(
+        batches=tuple(sorted(batches)),
+        contexts=tuple(sorted({min(context, max(1, facts.max_model_len // 2)) for context in contexts})),
+        num_repeats=1,
+        max_seconds=_CUDA_SECONDS if is_cuda else _CPU_SECONDS,
+    )
+
+
+def _rows(batch: int, context: int, num_blocks: int) -> tuple[tuple[Admission, ...], tuple[BlockGrowth, ...]]:
+    """Return what gives slots 1 to `batch` a text of `context` cached tokens and a root, and blocks."""
+    tokens, params = (0,) * (context + 1), SamplingParams(temperature=0.0)
+    slots = range(1, batch + 1)
+    admissions = tuple(Admission(slot, tokens, len(tokens), params, seed=0, draft_start=0) for slot in slots)
+    growths = tuple(
+        BlockGrowth(slot, 0, tuple(range(1 + (slot - 1) * num_blocks, 1 + slot * num_blocks)))
+        for slot in slots
+    )
+    return admissions, growths

@@ -91,7 +91,7 @@ class SyntheticEngine:
         for seed, pool in enumerate(worker.runner.page_pools):
             fill_pages(pool, seed)
         self._kv_cache = KVCache(BlockPool(worker.facts.num_blocks + 1, worker.facts.block_size))
-        self.engine = assemble_engine(config, worker.runner, self._library, worker.facts, self._kv_cache)
+        self.engine = assemble_engine(config, worker, self._kv_cache)
 
     def random_prompts(self, batch: int, context: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
         """Return prompts of `context` tokens and one more, the root of the first step; no two are alike."""
@@ -106,20 +106,7 @@ class SyntheticEngine:
         The pages they are given keep what they hold. Raises `ConfigError` where a context does not end with
         a block and `CapacityError` where the cache is too small.
         """
-        pool = self._kv_cache.pool
-        num_blocks = sum(self._kv_cache.num_blocks_for(len(prompt) - 1) for prompt in prompts)
-        if any((len(prompt) - 1) % pool.block_size for prompt in prompts):
-            raise ConfigError(f"contexts must be multiples of the block size, {pool.block_size}")
-        pool.clear_index()
-        if num_blocks > pool.num_available:
-            raise CapacityError(f"the contexts need {num_blocks} blocks, {pool.num_available} are available")
-        for row, prompt in enumerate(prompts):
-            context = len(prompt) - 1
-            sequence = Sequence(Request(f"context-{row}", prompt, SamplingParams()), seed=0, arrival_idx=row)
-            hit = self._kv_cache.admit(sequence, context, num_spare=0)
-            assert hit is not None, pool.counts()
-            self._kv_cache.publish(sequence, context, range(context))
-            self._kv_cache.release(sequence)
+        cache_contexts(self._kv_cache, prompts)
 
     def expected_tokens_per_call(self, tree: str) -> float:
         return acceptance_length(self._library.get(tree), self._profile)
@@ -158,6 +145,24 @@ class SyntheticEngine:
     def checksum(self) -> int:
         """Return the sum of what the real verifications emitted, whatever was replayed in its place."""
         return self._replay.checksum()
+
+
+def cache_contexts(kv_cache: KVCache, prompts: Prompts[tuple[int, ...]]) -> None:
+    """Publish all but the last token of every prompt, and nothing else; see `SyntheticEngine.cache`."""
+    pool = kv_cache.pool
+    num_blocks = sum(kv_cache.num_blocks_for(len(prompt) - 1) for prompt in prompts)
+    if any((len(prompt) - 1) % pool.block_size for prompt in prompts):
+        raise ConfigError(f"contexts must be multiples of the block size, {pool.block_size}")
+    pool.clear_index()
+    if num_blocks > pool.num_available:
+        raise CapacityError(f"the contexts need {num_blocks} blocks, {pool.num_available} are available")
+    for row, prompt in enumerate(prompts):
+        context = len(prompt) - 1
+        sequence = Sequence(Request(f"context-{row}", prompt, SamplingParams()), seed=0, arrival_idx=row)
+        hit = kv_cache.admit(sequence, context, num_spare=0)
+        assert hit is not None, pool.counts()
+        kv_cache.publish(sequence, context, range(context))
+        kv_cache.release(sequence)
 
 
 def predict_bytes(model: ModelConfig, config: EngineConfig, num_blocks: int, num_nodes: int) -> int:

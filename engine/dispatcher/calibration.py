@@ -3,7 +3,8 @@
 Batches rise, so that a tree that cannot pay at one of them need not be timed at larger ones.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.dispatcher.arms import could_pay
@@ -13,13 +14,12 @@ from engine.tree.topology import TreeTopology
 
 TimeStep = Callable[[int, TreeTopology, int], float]  # (batch, tree, cached tokens of a row) -> seconds
 TimeCatchUp = Callable[[int], float]  # batch -> seconds that a first drafting step costs more
+_PLAIN_SHARE = 0.5  # of the time, after which no larger batch is begun
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPlan:
-    """The grid to time: each step `num_repeats` times, trees only while all steps so far lasted less than
-    `max_seconds` in sum. Plain decoding is timed whatever it takes.
-    """
+    """The grid to time: each step `num_repeats` times, in `max_seconds` all in all."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -38,40 +38,61 @@ def calibrate(
     plan: CalibrationPlan,
     time_step: TimeStep,
     time_catch_up: TimeCatchUp,
+    elapsed: Callable[[], float],
     *,
     is_padded: bool = False,
     experts: Experts | None = None,
-) -> LatencyTable:
-    """Time `trees`, plain decoding among them, and return what steps cost.
+) -> LatencyTable | None:
+    """Time `trees`, plain decoding among them, and return what steps cost; None where not even one row of
+    plain decoding fits.
 
-    Trees of a batch and context are timed in turns, so that a machine that slows down slows all of them. What
-    was not timed is unreachable: a tree that could not pay at a smaller batch, and what `max_seconds` left
-    out, largest batches first.
+    Plain decoding comes first, at rising batches while half of the time is left; then the trees, at all
+    batches behind the shortest context, then behind longer ones. A tree that could not pay at a smaller batch
+    is unreachable. What `max_seconds` left out follows from how plain decoding grows, or is
+    unreachable where the tree was never timed. `elapsed` tells the seconds since the start.
     """
     plain = next(tree for tree in trees if tree.name == PLAIN)
-    timings = [timing for batch in plan.batches for timing in _time(batch, (plain,), plan, time_step)]
-    left = [tree for tree in trees if tree is not plain]
+    num_nodes = {tree.name: tree.num_nodes for tree in trees}
+
+    def time_trees(chosen: Sequence[TreeTopology], batch: int, context: int, most: float) -> list[Timing]:
+        turns = [tree for _ in range(plan.num_repeats) for tree in chosen]
+        found = [
+            Timing(tree.name, batch, context, time_step(batch, tree, context))
+            for tree in turns
+            if elapsed() < most
+        ]
+        return [timing for timing in found if timing.seconds < math.inf]
+
+    timings: list[Timing] = []
     for batch in plan.batches:
-        if sum(timing.seconds for timing in timings) >= plan.max_seconds:
-            break
-        timings += _time(batch, left, plan, time_step)
-        fitted = LatencyTable.fit(timings, {tree.name: tree.num_nodes for tree in trees})
-        left = [tree for tree in left if could_pay(tree, fitted, batch)]
-    return LatencyTable.fit(
-        timings,
-        {tree.name: tree.num_nodes for tree in trees},
-        [(batch, time_catch_up(batch)) for batch in plan.batches],
-        is_padded=is_padded,
-        experts=experts,
-    )
+        most = _PLAIN_SHARE * plan.max_seconds if timings else math.inf
+        for context in plan.contexts:
+            timings += time_trees((plain,), batch, context, most)
+    if not timings:
+        return None
+    batches = sorted({timing.batch for timing in timings})
+    for context in plan.contexts:
+        left = [tree for tree in trees if tree is not plain]
+        for batch in batches:
+            timings += time_trees(left, batch, context, plan.max_seconds)
+            timings += _guesses(left, batch, context, LatencyTable.fit(timings, num_nodes))
+            fitted = LatencyTable.fit(timings, num_nodes)
+            left = [tree for tree in left if could_pay(tree, fitted, batch)]
+    catch_up = [(batch, time_catch_up(batch)) for batch in batches if elapsed() < plan.max_seconds]
+    return LatencyTable.fit(timings, num_nodes, catch_up, is_padded=is_padded, experts=experts)
 
 
-def _time(
-    batch: int, trees: Sequence[TreeTopology], plan: CalibrationPlan, time_step: TimeStep
-) -> list[Timing]:
-    return [
-        Timing(tree.name, batch, context, time_step(batch, tree, context))
-        for context in plan.contexts
-        for _ in range(plan.num_repeats)
-        for tree in trees
-    ]
+def _guesses(
+    trees: Sequence[TreeTopology], batch: int, context: int, table: LatencyTable
+) -> Iterator[Timing]:
+    """Yield what steps may take at a batch at which `table` has no time of a tree, but at the one below:
+    their tokens cost more as rows of plain decoding do from its smallest to its largest batch.
+    """
+    idx, plain = table.batches.index(batch), table.arm(PLAIN).base
+    for tree in trees if idx else ():
+        below = table.batches[idx - 1]
+        known = table.seconds(tree.name, below, below * context)
+        if math.isinf(table.arm(tree.name).base[idx]) and known < math.inf:
+            per_row = (plain[-1] - plain[0]) / (table.batches[-1] - table.batches[0])
+            added = per_row * (batch - below) * tree.num_nodes
+            yield Timing(tree.name, batch, context, known + added)

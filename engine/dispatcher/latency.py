@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 
 PLAIN = "off"
 UNREACHABLE = math.inf
+_MOST_BY_CONTEXT = 0.95  # of a step's seconds: noise must not make a step without context free
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +85,31 @@ class LatencyTable:
         experts: Experts | None = None,
     ) -> "LatencyTable":
         """Return the table nearest to `timings`: linear in cached tokens, monotone in batch, and no tree
-        cheaper than plain decoding. `num_nodes` names the trees, plain decoding among them; `catch_up` holds
-        (batch, seconds).
+        cheaper than plain decoding, nor its cached tokens. A batch timed at one context takes what a cached
+        token adds from the batch below. `num_nodes` names the trees, plain decoding among them; `catch_up`
+        holds (batch, seconds), and an unknown one is that of the batch below.
         """
         cells: dict[tuple[str, int], list[Timing]] = defaultdict(list)
         for timing in timings:
             cells[timing.tree, timing.batch].append(timing)
         batches = tuple(sorted({batch for _, batch in cells}))
-        plain: tuple[float, ...] = (0.0,) * len(batches)
+        plain = ArmTimes(PLAIN, 1, (0.0,) * len(batches), (0.0,) * len(batches))
         arms = []
         for name in sorted(num_nodes, key=lambda name: (num_nodes[name], name)):
-            lines = [_line(cells.get((name, batch), ())) for batch in batches]
+            lines: list[tuple[float, float]] = []
+            for idx, batch in enumerate(batches):
+                least = max(plain.per_token[idx], lines[-1][1] if lines else 0.0)
+                lines.append(_line(cells.get((name, batch), ()), plain.per_token[idx], least))
             base = _monotone([line[0] for line in lines])
-            base = tuple(max(pair) for pair in zip(base, plain, strict=True))
-            plain = base if name == PLAIN else plain
-            arms.append(ArmTimes(name, num_nodes[name], base, tuple(line[1] for line in lines)))
-        extra = dict(catch_up)
-        known = tuple(max(0.0, extra.get(batch, 0.0)) for batch in batches)
-        return LatencyTable(batches, tuple(arms), known, is_padded, experts)
+            base = tuple(max(pair) for pair in zip(base, plain.base, strict=True))
+            arm = ArmTimes(name, num_nodes[name], base, tuple(line[1] for line in lines))
+            plain = arm if name == PLAIN else plain
+            arms.append(arm)
+        extra, known = dict(catch_up), [0.0]
+        for batch in batches:
+            seconds = extra.get(batch, UNREACHABLE)
+            known.append(max(0.0, seconds) if seconds < UNREACHABLE else known[-1])
+        return LatencyTable(batches, tuple(arms), tuple(known[1:]), is_padded, experts)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -172,12 +180,13 @@ class LatencyTable:
         return (points[1] - points[0]) / max(points[2] - points[0], 1e-9)
 
 
-def _line(timings: Sequence[Timing]) -> tuple[float, float]:
+def _line(timings: Sequence[Timing], least: float, otherwise: float) -> tuple[float, float]:
     """Return (seconds at no cached token, seconds per cached token) of one tree and batch by least squares,
-    neither negative; the median of equal contexts counts.
+    neither negative and the latter not below `least`, and `otherwise` where one context was timed; the median
+    of equal contexts counts.
     """
     if not timings:
-        return UNREACHABLE, 0.0
+        return UNREACHABLE, otherwise
     by_context: dict[int, list[float]] = defaultdict(list)
     for timing in timings:
         by_context[timing.batch * timing.context].append(timing.seconds)
@@ -185,8 +194,10 @@ def _line(timings: Sequence[Timing]) -> tuple[float, float]:
     ys = [sorted(by_context[x])[len(by_context[x]) // 2] for x in xs]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
-    slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
+    slope = otherwise
+    if spread:
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    slope = min(max(slope, least), _MOST_BY_CONTEXT * mean_y / mean_x if mean_x else 0.0)
     return mean_y - slope * mean_x, slope
 
 

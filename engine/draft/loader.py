@@ -16,6 +16,9 @@ from engine.draft.config_file import load_config, save_config
 from engine.draft.network import DraftNetwork, create_network
 from engine.draft.quantize import DequantizedSource
 from engine.errors import DraftMismatchError, ModelLoadError
+from engine.tree.library import DEFAULT_PROFILE
+from engine.tree.profile import MeasuredProfile
+from engine.tree.search import Profile
 from engine.weights.digest import file_digest
 from engine.weights.json_object import read_json_object
 from engine.weights.loader import load_into
@@ -29,13 +32,15 @@ CONFIG, WEIGHTS, MANIFEST, TREES = "config.json", "model.safetensors", "manifest
 class LoadedDraft:
     """A draft folder whose manifest held: every file it names has the digest it names.
 
-    `digest` is that of the weights file. `trees` is the folder's own tree library, where it ships one.
+    `digest` is that of the weights file. `trees` is the folder's own tree library, where it ships one, and
+    `profile` the acceptance that its manifest states, else that of a small head.
     """
 
     folder: Path
     config: DraftConfig
     digest: str
     trees: Path | None
+    profile: Profile = DEFAULT_PROFILE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,9 +63,10 @@ class LoadedDraft:
 def load_draft(folder: Path) -> LoadedDraft:
     """Check the manifest of a draft folder and read its config; the weights are read by `build`.
 
-    Raises `ModelLoadError` for a missing or corrupt file.
+    Raises `ModelLoadError` for a missing or corrupt file, `ConfigError` for a profile that cannot be.
     """
-    files = read_json_object(folder / MANIFEST).get("files")
+    manifest = read_json_object(folder / MANIFEST)
+    files = manifest.get("files")
     if not isinstance(files, dict) or not {CONFIG, WEIGHTS} <= files.keys():
         raise ModelLoadError(f"{folder / MANIFEST} must name the sha256 of {CONFIG} and {WEIGHTS}")
     for name, expected in files.items():
@@ -70,7 +76,10 @@ def load_draft(folder: Path) -> LoadedDraft:
                 f"{folder / name} has sha256 {found}, its manifest says {expected}: fetch the draft again"
             )
     trees = folder / TREES if TREES in files else None
-    return LoadedDraft(folder, load_config(folder / CONFIG), files[WEIGHTS], trees)
+    profile = DEFAULT_PROFILE
+    if "acceptance_profile" in manifest:
+        profile = MeasuredProfile.load(folder / MANIFEST).probabilities
+    return LoadedDraft(folder, load_config(folder / CONFIG), files[WEIGHTS], trees, profile)
 
 
 def save_draft(

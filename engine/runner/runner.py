@@ -81,6 +81,7 @@ class ModelRunner:
         self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
         self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
+        self._timer: StepTimer | None = None  # of the last launch
         self._graphs: StepGraphs | None = None
         # Sampled drafts hand over probabilities of the whole vocabulary, which are not worth a copy each.
         if self.device.type == "cuda" and backend.is_capturable and shape.draft_mode == "greedy":
@@ -88,6 +89,11 @@ class ModelRunner:
                 self._step, shape.max_num_seqs, shape.table_width, shape.feature_window, self.device
             )
         self.draft_site = DraftSite(target, drafter, self._state, self._pending, self._graphs)
+
+    @property
+    def is_captured(self) -> bool:
+        """True where steps are replayed, their rows padded to a `row_bucket`."""
+        return self._graphs is not None
 
     def capture(self, topology: TreeTopology, num_rows: range) -> None:
         """Prepare steps of so many rows whose widest tree is `topology`, where this device and this attention
@@ -120,7 +126,7 @@ class ModelRunner:
         Raises `AdmissionError`, before anything of the step runs, for a sequence that cannot take its slot;
         the plan without it may be launched again.
         """
-        timer = StepTimer(self.device)
+        timer = StepTimer(self.device, self._timer)
         if plan.admissions:
             self._admit(plan.admissions)
         if plan.growths:
@@ -128,6 +134,7 @@ class ModelRunner:
         nothing = torch.empty(0, dtype=torch.int64)
         is_chunk_finite = self._prefill_step.run(plan.chunks) if plan.chunks else nothing.bool()
         answer = self._decode(plan) if plan.rows else nothing[:, None]
+        self._timer = timer
         return StepHandle(plan.step_idx, answer, is_chunk_finite, timer)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:

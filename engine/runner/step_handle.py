@@ -12,28 +12,43 @@ from engine.batch import RowResult, StepResult
 
 
 class StepTimer:
-    """Times one step on its own device: by the host's clock on a CPU, by events of the stream on CUDA."""
+    """Times one step of a device: by the host's clock on a CPU, by events of the stream on CUDA.
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._started = time.perf_counter()
-        self._seconds = 0.0
-        if self._is_cuda:
-            self._first, self._last = _event(), _event()
+    A step that is launched before the one `before` it was waited for takes turns with it: on a CPU the one
+    before lasts until this launch, on CUDA this one from the end of the one before. So the seconds of steps
+    in a row add up to the time that passes, whatever else the host does in it.
+    """
+
+    def __init__(self, device: torch.device, before: "StepTimer | None" = None) -> None:
+        self._started, self._stopped, self._is_over = time.perf_counter(), 0.0, False
+        self._last = _event() if device.type == "cuda" else None
+        self._first = None if before is None else before.next_began(self._started)
+        if self._last is not None and self._first is None:
+            self._first = _event()
             self._first.record()
+
+    def next_began(self, started: float) -> torch.cuda.Event | None:
+        """Learn when the next step was launched; return the event that ends this one where nobody waited for
+        it yet.
+        """
+        if self._is_over:
+            return None
+        self._stopped = started
+        return self._last
 
     def stop(self) -> None:
         """Mark the end of what was enqueued; on a CPU it is done by then."""
-        self._seconds = time.perf_counter() - self._started
-        if self._is_cuda:
+        self._stopped = time.perf_counter()
+        if self._last is not None:
             self._last.record()
 
     def wait(self) -> float:
         """Wait for the end and return the seconds from the start to it."""
-        if self._is_cuda:
-            self._last.synchronize()
-            return float(self._first.elapsed_time(self._last)) * 1e-3
-        return self._seconds
+        self._is_over = True
+        if self._first is None or self._last is None:
+            return self._stopped - self._started
+        self._last.synchronize()
+        return float(self._first.elapsed_time(self._last)) * 1e-3
 
 
 class StepHandle:

@@ -29,7 +29,8 @@ from engine.runner.runner import ModelRunner, RunnerShape
 from engine.runner.slot_ops import SlotOps, TorchSlotOps
 from engine.sampling.verify import Verify, verify
 from engine.stats import EngineFacts
-from engine.tree.library import TreeLibrary
+from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
+from engine.tree.search import Profile
 from engine.tree.topology import MAX_NODES
 from engine.weights.digest import folder_digest
 from engine.weights.loader import load_into
@@ -49,11 +50,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A runner that is ready, the trees it may run, and what the machine answered on the way."""
+    """A runner that is ready, the trees it may run, and what the machine and the draft answered on the
+    way.
+    """
 
     runner: ModelRunner
     library: TreeLibrary
     facts: EngineFacts
+    profile: Profile = DEFAULT_PROFILE  # how often drafts are right, as far as it is known before the first
 
 
 def build_worker(config: EngineConfig) -> Worker:
@@ -80,7 +84,8 @@ def build_worker(config: EngineConfig) -> Worker:
         config.model.name, str(config.model), model_digest, draft.digest if draft is not None else None
     )
     worker = wire_worker(config, target, head, build_library(config, draft), origin)
-    return replace(worker, facts=replace(worker.facts, load_seconds=time.perf_counter() - started))
+    worker = replace(worker, facts=replace(worker.facts, load_seconds=time.perf_counter() - started))
+    return worker if draft is None else replace(worker, profile=draft.profile)
 
 
 def wire_worker(

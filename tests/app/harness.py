@@ -21,7 +21,19 @@ from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
 from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+from engine.dispatch_stats import ArmTotal, DispatchStats
 
+DISPATCH = DispatchStats(
+    arm="chain-3",
+    reason="best",
+    tokens_per_second=360.0,
+    plain_tokens_per_second=64.0,
+    num_switches=5,
+    num_probes=4,
+    num_alarms=3,
+    num_trips=2,
+    totals=(ArmTotal("chain-3", 40, 900, 2.5), ArmTotal("off", 4, 32, 0.5)),
+)
 MAX_MODEL_LEN = 512
 MAX_NUM_WAITING = 64
 TEMPLATE = (
@@ -83,6 +95,7 @@ class SpokenEngine:
     failure: SequenceDelta | None = None
     health_error: Exception | None = None
     num_steps_before_stall: int | None = None
+    dispatch: DispatchStats = DISPATCH
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         self.requests.append(request)
@@ -144,6 +157,7 @@ class SpokenEngine:
             accepted_by_depth=(15, 7, 3),
             steps_by_tree=(("chain-3", 8), ("off", 2)),
             step_seconds=1.5,
+            dispatch=self.dispatch,
         )
 
     def check_health(self) -> None:

@@ -109,7 +109,12 @@ def test_every_decision_is_at_least_one_replica():
 
 def context(metrics, target, now, state=None):
     return SimpleNamespace(
-        aggregated_metrics=metrics, target_num_replicas=target, current_time=now, policy_state=state or {}
+        aggregated_metrics=metrics,
+        target_num_replicas=target,
+        current_time=now,
+        policy_state=state or {},
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=6,
     )
 
 
@@ -129,6 +134,14 @@ def test_the_policy_of_serve_remembers_only_what_it_returned():
         target, state = policy(context(columns(demand), 2, float(now), state))
         targets.append(target)
     assert targets == [2] * 6 + [1]
+
+
+def test_the_policy_keeps_the_bounds_and_says_nothing_there(caplog):
+    with caplog.at_level("INFO", "ray.serve"):
+        assert ReplicaPolicy()(context(columns(spread(500, 6)), 6, 1.0))[0] == 6
+        assert not caplog.records
+        assert ReplicaPolicy()(context(columns(spread(500, 5)), 5, 1.0))[0] == 6
+    assert len(caplog.records) == 1
 
 
 def test_the_policy_holds_without_figures():

@@ -45,6 +45,31 @@ async def test_numbers_are_those_of_the_engine(client: httpx.AsyncClient) -> Non
     assert value("vllm:kv_cache_usage_perc") == pytest.approx(2 / 33)
 
 
+async def test_the_choice_of_the_dispatcher_is_told(client: httpx.AsyncClient) -> None:
+    samples = await scrape(client)
+    found = {
+        (name.removeprefix("eyas_"), *(value for _, value in labels)): number
+        for (name, labels), number in samples.items()
+        if name.startswith(("eyas_dispatch", "eyas_arm"))
+    }
+    assert found == {
+        ("dispatch_arm", "chain-3"): 1,
+        ("dispatch_reason", "best"): 1,
+        ("dispatch_expected_tokens_per_second", "chain-3"): 360,
+        ("dispatch_expected_tokens_per_second", "off"): 64,
+        ("dispatch_switches_total",): 5,
+        ("dispatch_probes_total",): 4,
+        ("dispatch_alarms_total",): 3,
+        ("dispatch_trips_total",): 2,
+        ("arm_steps_total", "chain-3"): 40,
+        ("arm_steps_total", "off"): 4,
+        ("arm_tokens_total", "chain-3"): 900,
+        ("arm_tokens_total", "off"): 32,
+        ("arm_seconds_total", "chain-3"): 2.5,
+        ("arm_seconds_total", "off"): 0.5,
+    }
+
+
 async def test_every_name_of_the_catalogue_is_written(client: httpx.AsyncClient) -> None:
     names = {name for name, _ in await scrape(client)}
     expected = {metric.name for metric in (*GAUGES, *COUNTERS)}

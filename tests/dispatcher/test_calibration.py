@@ -22,11 +22,15 @@ def time_step(batch, tree, context):
 def run(plan=PLAN, clock=time_step):
     timed = []
 
-    def watched(batch, tree, context):
-        timed.append((batch, tree.name))
-        return clock(batch, tree, context)
+    spent = [0.0]
 
-    return calibrate(TREES, plan, watched, lambda batch: 1e-4 * batch), timed
+    def watched(batch, tree, context):
+        timed.append((batch, tree.name, context))
+        seconds = clock(batch, tree, context)
+        spent[0] += seconds if seconds < math.inf else 0.0
+        return seconds
+
+    return calibrate(TREES, plan, watched, lambda batch: 1e-4 * batch, lambda: spent[0]), timed
 
 
 @pytest.mark.parametrize(("batch", "name"), [(1, "tree-32"), (16, "off"), (64, "chain-1"), (4, "chain-3")])
@@ -40,20 +44,58 @@ def test_the_table_says_what_was_timed(batch, name):
 
 def test_a_tree_that_cannot_pay_is_not_timed_at_larger_batches():
     table, timed = run()
-    assert (16, "tree-32") in timed
-    assert (64, "tree-32") not in timed
+    cells = {(batch, name) for batch, name, _ in timed}
+    assert (16, "tree-32") in cells
+    assert (64, "tree-32") not in cells
     assert math.isinf(table.seconds("tree-32", 64, 0))
-    assert (64, "off") in timed
+    assert (64, "off") in cells
 
 
-def test_out_of_time_it_keeps_plain_decoding_and_small_batches():
-    def slow(*step):
-        return 100 * time_step(*step)
+def timed_in(seconds):
+    """Return the table and the cells timed where a step takes 0.4 s and more, within `seconds`."""
+    plan = CalibrationPlan(PLAN.batches, PLAN.contexts, num_repeats=1, max_seconds=seconds)
+    return run(plan, lambda *step: 100 * time_step(*step))
 
-    table, timed = run(CalibrationPlan(PLAN.batches, PLAN.contexts, max_seconds=20.0), slow)
-    assert {batch for batch, name in timed if name == "off"} == {1, 4, 16, 64}
-    assert {batch for batch, name in timed if name != "off"} == {1, 4}
-    assert math.isinf(table.seconds("chain-1", 16, 0))
+
+@pytest.mark.parametrize(
+    ("seconds", "batches"), [(1e-9, (1,)), (1.0, (1,)), (2.0, (1, 4)), (50.0, (1, 4, 16, 64))]
+)
+def test_it_begins_no_step_when_its_time_is_over_and_no_plain_one_when_half_is(seconds, batches):
+    table, timed = timed_in(seconds)
+    assert table.batches == batches
+    spent = [
+        100 * time_step(batch, next(t for t in TREES if t.name == name), context)
+        for batch, name, context in timed
+    ]
+    assert sum(spent[:-1]) <= max(seconds, spent[0])
+    plain = [seconds for seconds, (_, name, _) in zip(spent, timed, strict=True) if name == "off"]
+    assert sum(plain[:-1]) <= max(seconds / 2, spent[0])
+
+
+def test_what_time_left_out_grows_as_plain_decoding_does():
+    def by_token(batch, tree, context):
+        return 0.4 + 0.02 * batch * tree.num_nodes
+
+    plan = CalibrationPlan(PLAN.batches, PLAN.contexts, num_repeats=1, max_seconds=5.5)
+    table, timed = run(plan, by_token)
+    cells = {(batch, name) for batch, name, _ in timed}
+    assert {(4, "chain-1"), (1, "chain-3"), (1, "tree-32")} <= cells
+    assert not {(16, "chain-1"), (4, "chain-3")} & cells, "there was no time"
+    assert table.batches == (1, 4, 16)
+    for name, batch in (("chain-1", 16), ("chain-3", 4), ("chain-3", 16)):
+        tree = next(tree for tree in TREES if tree.name == name)
+        assert table.seconds(name, batch, 0) == pytest.approx(by_token(batch, tree, 0))
+
+
+def test_rows_that_do_not_fit_are_left_out():
+    def small(batch, tree, context):
+        return math.inf if batch * context > 20_000 else time_step(batch, tree, context)
+
+    table, _ = run(clock=small)
+    assert table.batches == (1, 4, 16, 64)
+    # At 64 rows only the short context fits: what a cached token adds is that of 16.
+    assert table.seconds("off", 64, 64 * 4096) == pytest.approx(time_step(64, TREES[0], 4096), rel=0.01)
+    assert run(clock=lambda *step: math.inf)[0] is None
 
 
 @pytest.mark.parametrize("batches", [(), (4, 1), (1, 1)])

@@ -62,6 +62,19 @@ def test_what_was_not_timed_is_unreachable():
     assert math.isfinite(table.seconds("off", 64, 0))
 
 
+@pytest.mark.parametrize("seconds", [(1.0, 100.0), (1.0, 1.0), (100.0, 1.0)])
+def test_no_step_is_free_however_noisy_its_timings(seconds):
+    timed = [
+        Timing(name, 1, context, each)
+        for name in NODES
+        for context, each in zip((64, 4096), seconds, strict=True)
+    ]
+    table = LatencyTable.fit(timed, NODES)
+    for name in NODES:
+        assert table.seconds(name, 1, 0) >= 0.05 * min(seconds)
+        assert table.arm(name).per_token[0] >= 0.0
+
+
 def test_one_context_gives_no_slope():
     table = LatencyTable.fit(timings(contexts=(512,)), NODES)
     assert table.arm("off").per_token == (0.0, 0.0, 0.0)
@@ -82,7 +95,7 @@ def test_a_table_survives_json_with_its_unreachable_cells():
     timed = [t for t in timings() if not (t.tree == "tree-8" and t.batch == 16)]
     table = LatencyTable.fit(timed, NODES, [(4, 1e-3)], is_padded=True, experts=Experts(16, 1))
     assert LatencyTable.from_json(table.to_json()) == table
-    assert table.catch_up == (0.0, 1e-3, 0.0)
+    assert table.catch_up == (0.0, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"batches": [1], "arms": [], "catch_up": [0]}', "null"])

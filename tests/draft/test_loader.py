@@ -7,7 +7,8 @@ import torch
 
 from engine.draft.head import DraftHead
 from engine.draft.loader import load_draft, save_draft
-from engine.errors import DraftMismatchError, ModelLoadError
+from engine.errors import ConfigError, DraftMismatchError, ModelLoadError
+from engine.tree.library import DEFAULT_PROFILE
 from engine.weights.digest import file_digest
 from engine.weights.safetensors import SafetensorsFile, write_safetensors
 from tests.draft.tiny_head import make_draft_config
@@ -77,6 +78,17 @@ def test_the_manifest_keeps_its_source_and_the_digest_is_that_of_the_weights(fol
 def test_a_folder_without_trees_has_none(tmp_path, head):
     save_draft(head, tmp_path, {})
     assert load_draft(tmp_path).trees is None
+
+
+def test_the_acceptance_in_the_manifest_is_that_of_the_draft(tmp_path, head):
+    save_draft(head, tmp_path, {})
+    assert load_draft(tmp_path).profile == DEFAULT_PROFILE
+    stated = {"source": "a test", "probabilities": [[0.6, 0.2], [0.5, 0.1]]}
+    save_draft(head, tmp_path, {"acceptance_profile": stated})
+    assert load_draft(tmp_path).profile == ((0.6, 0.2), (0.5, 0.1))
+    save_draft(head, tmp_path, {"acceptance_profile": stated | {"probabilities": [[0.6, 0.7]]}})
+    with pytest.raises(ConfigError):
+        load_draft(tmp_path)
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path, folder, head):

@@ -79,7 +79,7 @@ def test_the_dispatcher_that_learns_changes_no_token(sampling):
 
     trees = [LIBRARY.get(name) for name in ARMS]
     plan = CalibrationPlan(batches=(1, 4, 8), contexts=(64,))
-    table = calibrate(trees, plan, time_step, lambda batch: 0.0)
+    table = calibrate(trees, plan, time_step, lambda batch: 0.0, lambda: 0.0)
     static = StaticDispatcher(SpeculationConfig(), (), LIBRARY)
     dispatcher = create_dispatcher(
         SpeculationConfig(), static, LIBRARY, table, DEFAULT_PROFILE, block_size=4, max_num_seqs=8

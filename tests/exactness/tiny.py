@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 from engine.request import Request, SamplingParams
 from engine.runner.runner import ModelRunner, RunnerShape
-from engine.runner.worker import choose_slot_ops
+from engine.runner.worker import Worker, choose_slot_ops
 from engine.stats import EngineFacts
 from engine.tree.library import TreeLibrary
 
@@ -120,7 +120,7 @@ def build_engine(
         num_blocks=shape.num_blocks,
         trees=library.names,
     )
-    return assemble_engine(config, runner, library, facts)
+    return assemble_engine(config, Worker(runner, library, facts))
 
 
 def runner_shape(shape: EngineShape, max_depth: int) -> RunnerShape:
