@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check bench format clean
+.PHONY: help setup serve test fuzz faults check bench load format clean
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -20,6 +20,12 @@ serve: setup  ## serve SmolLM2 with its draft on port 8000
 test: setup  ## run the tests; ARGS="-m slow" and the like go to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
+fuzz: setup  ## at least 2,000 cases against the API's own document
+	$(BIN)/python -m pytest -m slow tests/app/test_schemathesis.py $(ARGS)
+
+faults: setup  ## bring faults back one by one; their tests must find them
+	$(BIN)/python -m pytest -m slow tests/faults $(ARGS)
+
 check: setup  ## format, lint and type checks
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -27,6 +33,9 @@ check: setup  ## format, lint and type checks
 
 bench: setup  ## speculation on against off, by batch size
 	$(BIN)/eyas bench $(ARGS)
+
+load: setup  ## load a running server; ARGS="-u 8 -t 60s --host URL" and the like go to Locust
+	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:8000 -u 4 -r 4 -t 30s $(ARGS)
 
 format: setup  ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

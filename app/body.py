@@ -4,6 +4,7 @@ A known field that we cannot honour is refused by name, never dropped. Which fie
 protocol modules.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
@@ -83,8 +84,13 @@ def _request_error(error: ValidationError) -> RequestError:
         return RequestError(f"the body must be JSON in UTF-8: {first['msg']}")
     parameter = ""
     for part in first["loc"]:
+        if isinstance(part, str) and _BRANCH.match(part):
+            continue
         parameter += f"[{part}]" if isinstance(part, int) else f".{part}" if parameter else part
     message = (
         f"{parameter}: {first['msg']}" if parameter else f"the body must be a JSON object: {first['msg']}"
     )
     return RequestError(message, parameter or None)
+
+
+_BRANCH = re.compile(r"[A-Z]|\w+\[")  # names of a union's types stand in the path of a fault, as `list[str]`

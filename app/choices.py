@@ -25,6 +25,12 @@ class Limits:
     max_concurrent_calls: int | None = None
 
 
+def context_len(facts: EngineFacts) -> int:
+    """Return how many tokens prompt and answer may have: what the model and the whole KV pool hold."""
+    pool_len = facts.num_blocks * facts.block_size + 1  # the last token of an answer is never cached
+    return min(facts.max_model_len, pool_len)
+
+
 def check_num_requests(num_prompts: int, num_choices: int, parameter: str, limits: Limits) -> None:
     """Raise `RequestError` for a call of more answers than `limits` allow, before its prompts cost time."""
     num_requests = num_prompts * num_choices
@@ -67,10 +73,9 @@ def _check_prompt(
 ) -> None:
     if not token_ids:
         raise RequestError("the prompt is empty: send at least one token", parameter)
-    if len(token_ids) >= facts.max_model_len:
+    if len(token_ids) >= context_len(facts):
         raise ContextLengthError(
-            f"the model's context is {facts.max_model_len} tokens and the prompt alone has {len(token_ids)}: "
-            "shorten it",
+            f"{_context_text(facts)} and the prompt alone has {len(token_ids)}: shorten it",
             parameter,
         )
     if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
@@ -98,10 +103,10 @@ def check_token_ids(token_ids: Sequence[int], facts: EngineFacts, parameter: str
 
 
 def _max_tokens(prompt_len: int, options: CallOptions, facts: EngineFacts) -> int:
-    room = facts.max_model_len - prompt_len
+    room = context_len(facts) - prompt_len
     if options.max_tokens is not None and options.max_tokens > room:
         raise ContextLengthError(
-            f"the model's context is {facts.max_model_len} tokens: {prompt_len} of the prompt and "
+            f"{_context_text(facts)}: {prompt_len} of the prompt and "
             f"{options.max_tokens} of max_tokens are too many",
             "max_tokens",
         )
@@ -111,6 +116,11 @@ def _max_tokens(prompt_len: int, options: CallOptions, facts: EngineFacts) -> in
             "min_tokens",
         )
     return min(room, options.sampling.max_tokens)
+
+
+def _context_text(facts: EngineFacts) -> str:
+    is_model = context_len(facts) == facts.max_model_len
+    return f"{'the model' if is_model else 'the KV cache of this server'} holds {context_len(facts)} tokens"
 
 
 def _derive_seed(seed: int | None, choice: int) -> int | None:

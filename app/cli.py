@@ -13,6 +13,7 @@ from pathlib import Path
 
 from app.options import DTYPES, Commands, add_model, names, non_negative_floats, positive, positive_list
 from app.options_training import add_draft, add_eval, add_synth, add_train
+from app.options_validate import add_validate
 from ops.rollout.options import add_rollout
 
 EXIT_ERROR = 1
@@ -29,7 +30,9 @@ def command() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 after an error, 2 for wrong usage."""
+    """Run one command and return its exit status: 0, 1 after an error, 2 for wrong usage, or what a verdict
+    of `eyas validate` stands for.
+    """
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     from engine import EyasError
@@ -57,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pull(commands)
     _add_generate(commands)
     _add_bench(commands)
+    add_validate(commands)
     add_eval(commands)
     add_synth(commands)
     add_train(commands)

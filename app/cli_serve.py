@@ -26,7 +26,7 @@ from app.config import ServerConfig, load_config
 from app.proxy import CALLBACK, CALLBACK_VARIABLE
 from app.replica_watch import ReplicaWatch, ScaledReplicaWatch, Watch
 from app.tokenizer import Tokenizer
-from engine import ConfigError, EngineConfig, EyasError, ModelLoadError
+from engine import ConfigError, EngineConfig, EyasError, ModelLoadError, check_config
 
 APPLICATION = "eyas"
 WATCH_SECONDS = 1.0
@@ -56,6 +56,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     engine_config = config.engine_config(progress=True)
     Tokenizer(engine_config.model)
     ChatTemplate(engine_config.model)
+    check_config(engine_config)
     try:
         _stop_on_signals()
         with _ray(config) as log_folder, _application(config):

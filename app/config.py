@@ -11,7 +11,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.drafts import AUTO_DRAFT, draft_folder
+from app.version import version
 from engine import ConfigError, EngineConfig, SpeculationConfig, resolve_model
+from ops.tracing.context import TraceSource
+from ops.tracing.export import SpanExport, check_export, open_export
 
 DEFAULT_MODEL = "smollm2"
 
@@ -77,6 +80,34 @@ class AutoscalingSection(_Section):
         return self
 
 
+class TracingSection(_Section):
+    """Where spans go: `endpoint` is http://HOST:PORT or https://HOST:PORT, None for no tracing at all.
+
+    A request that its client traces is traced, one that its client does not trace is not; of the others,
+    `sample_ratio` are.
+    """
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^/]")
+    protocol: Literal["grpc", "http"] = "grpc"
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check_exporter(self) -> Self:
+        if self.endpoint is not None:
+            check_export(self.protocol)
+        return self
+
+    def source(self) -> TraceSource | None:
+        """Return what decides on requests, or None where nothing is traced."""
+        return None if self.endpoint is None else TraceSource(self.sample_ratio)
+
+    def open_export(self, replica: str) -> SpanExport | None:
+        """Return where the spans of a replica go, or None."""
+        return (
+            None if self.endpoint is None else open_export(self.endpoint, self.protocol, version(), replica)
+        )
+
+
 class ServerConfig(_Section):
     """One server. `draft` is a folder, "auto" (the one shipped for the model, if any) or "none".
 
@@ -104,6 +135,7 @@ class ServerConfig(_Section):
     routing: Literal["prefix", "queue"] = "prefix"
     autoscaling: AutoscalingSection = AutoscalingSection()
     drain_timeout_s: float = Field(default=600.0, ge=0)
+    tracing: TracingSection = TracingSection()
     engine: EngineSection = EngineSection()
 
     @model_validator(mode="after")

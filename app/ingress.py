@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -30,6 +31,7 @@ from app.errors import (
     event_for,
     reply_for,
 )
+from app.http_counts import CountResponses, ResponseCounts
 from app.keep_alive import with_keep_alive
 from app.metrics import CONTENT_TYPE, ReplicaSnapshot, render
 from app.openapi import document
@@ -38,9 +40,11 @@ from app.server import ModelCard
 from app.streaming import DONE
 from app.token_protocol import parse_detokenize, parse_tokenize
 from engine import EyasError, RequestError
+from ops.tracing.context import RESPONSE_HEADER, TraceContext, TraceSource
 
 Messages = AsyncGenerator[bytes | Reply, None]
 
+_GET = ["GET", "HEAD"]  # load balancers probe by HEAD
 # Proxies must pass every event on at once.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -48,7 +52,7 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Backend(Protocol):
     """The servers behind an ingress, wherever they run."""
 
-    def answer(self, call: Call, call_id: str) -> Messages: ...
+    def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages: ...
     async def reply(self, call: TokenCall) -> Reply: ...
     async def card(self) -> ModelCard: ...
     async def snapshots(self) -> list[ReplicaSnapshot]: ...
@@ -58,8 +62,8 @@ class Backend(Protocol):
 class EventStream(StreamingResponse):
     """Server-sent events whose source is closed as soon as the client is gone, not when it is collected."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={**STREAM_HEADERS, **headers})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,14 +73,15 @@ class EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class FrontDoor:
-    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys; and after how
-    many seconds a stream without a first message gets a comment.
+    """Whom the ingress lets in: size of a body, origins of web pages ("*" for all), API keys; after how
+    many seconds a stream without a first message gets a comment; and which requests are traced, if any.
     """
 
     max_body_bytes: int
     cors_origins: tuple[str, ...] = ()
     keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
     keep_alive_s: float = 15.0
+    traces: TraceSource | None = None
 
 
 class Ingress:
@@ -89,6 +94,7 @@ class Ingress:
         self._version = version
         self._door = door
         self._configuration = configuration or {}
+        self._counts = ResponseCounts(uuid.uuid4().hex[:8], _PATHS)
 
     def build(self) -> FastAPI:
         """Return the ASGI application."""
@@ -98,6 +104,8 @@ class Ingress:
             docs_url=None,
             redoc_url=None,
             openapi_url=None,
+            # A redirect names the host as we see it, which behind a proxy is not the client's.
+            redirect_slashes=False,
             # FastAPI's own spans would fork the trace that Ray Serve began.
             telemetry={"tracing": False},
             exception_handlers={HTTPException: _routing_error},
@@ -113,18 +121,19 @@ class Ingress:
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
-        app.add_api_route(DISPATCHER, self.dispatcher, methods=["GET"])
+        app.add_api_route(DISPATCHER, self.dispatcher, methods=_GET)
+        app.add_middleware(CountResponses, counts=self._counts)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        app.add_api_route("/v1/models", self.models, methods=_GET)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=_GET)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/version", self.version, methods=["GET"])
-        app.add_api_route("/openapi.json", self.openapi, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
-        app.add_api_route("/admin/status", self.status, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=_GET)
+        app.add_api_route("/version", self.version, methods=_GET)
+        app.add_api_route("/openapi.json", self.openapi, methods=_GET)
+        app.add_api_route("/metrics", self.metrics, methods=_GET)
+        app.add_api_route("/admin/status", self.status, methods=_GET)
         return app
 
     async def chat(self, request: Request) -> Response:
@@ -146,6 +155,8 @@ class Ingress:
             return _response(reply_for(error))
 
     async def model(self, name: str) -> Response:
+        if not name:
+            return await self.models()
         try:
             card = await self._backend.card()
             if name != card.name:
@@ -169,7 +180,8 @@ class Ingress:
 
     async def metrics(self) -> Response:
         try:
-            return Response(render(await self._backend.snapshots()), headers={"content-type": CONTENT_TYPE})
+            text = render(await self._backend.snapshots(), self._counts)
+            return Response(text, headers={"content-type": CONTENT_TYPE})
         except EyasError as error:
             return _response(reply_for(error))
 
@@ -196,7 +208,9 @@ class Ingress:
     async def _answer(self, request: Request, parse: Callable[[bytes], Call]) -> Response:
         try:
             call = parse(await self._read(request))
-            messages = self._backend.answer(call, uuid.uuid4().hex)
+            traces = self._door.traces
+            trace = None if traces is None else traces.open(request.headers)
+            messages = self._backend.answer(call, uuid.uuid4().hex, trace)
             if call.options.is_stream:
                 messages = with_keep_alive(messages, self._door.keep_alive_s)
             # The first message is awaited before any status is sent, so that an error is a status.
@@ -205,10 +219,11 @@ class Ingress:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:  # the edge of a call: every error becomes an answer
             return _response(reply_for(error))
+        headers = {} if trace is None else {RESPONSE_HEADER: trace.header()}
         if isinstance(first, Reply):
             await messages.aclose()
-            return _response(first)
-        return EventStream(_relay(first, messages))
+            return _response(first, headers)
+        return EventStream(_relay(first, messages), headers)
 
     async def _read(self, request: Request) -> bytes:
         """Return the body, reading no more of it than is allowed."""
@@ -259,8 +274,8 @@ def _card_body(card: ModelCard) -> dict[str, object]:
     }
 
 
-def _response(reply: Reply) -> Response:
-    return Response(reply.body, reply.status, dict(reply.headers), "application/json")
+def _response(reply: Reply, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    return Response(reply.body, reply.status, {**dict(reply.headers), **headers}, "application/json")
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
@@ -268,8 +283,8 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        advice = f"; did you mean /v1{path}?" if path in _V1_PATHS else ""
-        return _response(reply_for(UnknownRouteError(f"no such path: {request.method} {path[:200]}{advice}")))
+        text = f"no such path: {request.method} {path[:200]}{_advice(path)}"
+        return _response(reply_for(UnknownRouteError(text)))
     if error.status_code == 405:
         response = _response(reply_for(WrongMethodError(f"{path} does not take {request.method}")))
         response.headers.update(error.headers or {})
@@ -277,4 +292,18 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     return _response(reply_for(RequestError(str(error.detail))))
 
 
-_V1_PATHS = ("/chat/completions", "/completions", "/models")
+def _advice(path: str) -> str:
+    """Name the path that a base URL with too much or too little in it was meant to give."""
+    end = path.rstrip("/")
+    for candidate in (end, f"/v1{end}", end.removeprefix("/v1")):
+        if candidate in _PATHS:
+            return f"; did you mean {candidate}?"
+    return ""
+
+
+_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"),
+        *("/health", "/version", "/metrics", "/openapi.json"),
+    }
+)

@@ -28,6 +28,7 @@ from app.replica import Replica
 from app.server import ModelCard
 from app.version import version
 from engine import CapacityError, EngineDeadError
+from ops.tracing.context import TraceContext
 
 T = TypeVar("T")
 logger = logging.getLogger("ray.serve")  # the log that Serve keeps for each replica
@@ -41,7 +42,8 @@ MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time
 HEALTH_PERIOD_S = 2.0  # Serve acts on the third failure
 LOOK_BACK_S = 15.0  # over which figures are averaged; replicas send theirs every 10 s
 ROUTING_PERIOD_S = 2.0  # a request is routed by figures of this age at most
-CONTROL_TIMEOUT_S = 10.0  # for health, metrics and the model card, which never wait for a decode step
+CONTROL_TIMEOUT_S = 10.0  # for metrics and the model card, which never wait for a decode step
+HEALTH_TIMEOUT_S = 2.0  # a probe waits no longer: Ray would look for a replica while the only one is replaced
 
 
 class LLMServerDeployment:
@@ -67,8 +69,8 @@ class LLMServerDeployment:
         """Answer Serve's controller, for `request_router.PrefixLoadRouter`."""
         return await self._replica.routing_figures()
 
-    async def answer(self, call: Call, call_id: str) -> Messages:
-        async with aclosing(self._server.answer(call, call_id)) as messages:
+    async def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        async with aclosing(self._server.answer(call, call_id, trace)) as messages:
             async for message in messages:
                 yield message
 
@@ -109,7 +111,7 @@ class HandleBackend:
         self._handle = handle
         self._streams = handle.options(stream=True)
 
-    async def answer(self, call: Call, call_id: str) -> Messages:
+    async def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
         """Yield what a replica answers. One that died before its first word has lost nothing: another one is
         asked, once, since the call itself may be what kills.
         """
@@ -117,7 +119,7 @@ class HandleBackend:
         for attempt in range(NUM_ATTEMPTS):
             try:
                 async with aclosing(
-                    self._ask(call, f"{call_id}.{attempt}" if attempt else call_id)
+                    self._ask(call, f"{call_id}.{attempt}" if attempt else call_id, trace)
                 ) as answer:
                     async for message in answer:
                         has_begun = True
@@ -127,8 +129,10 @@ class HandleBackend:
                 if has_begun or attempt + 1 == NUM_ATTEMPTS:
                     raise
 
-    async def _ask(self, call: Call, call_id: str) -> Messages:
-        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(call, call_id)
+    async def _ask(self, call: Call, call_id: str, trace: TraceContext | None) -> Messages:
+        response: DeploymentResponseGenerator[bytes | Reply] = self._streams.answer.remote(
+            call, call_id, trace
+        )
         try:
             async for message in response:
                 yield message
@@ -152,7 +156,7 @@ class HandleBackend:
         return snapshots
 
     async def check_health(self) -> None:
-        await _translated(self._handle.health.remote())
+        await _translated(self._handle.health.remote(), HEALTH_TIMEOUT_S)
 
 
 _RAY_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError)
@@ -164,11 +168,11 @@ def _translate(error: Exception) -> CapacityError | EngineDeadError:
     return EngineDeadError(str(error))
 
 
-async def _translated(call: Awaitable[T]) -> T:
+async def _translated(call: Awaitable[T], timeout_s: float = CONTROL_TIMEOUT_S) -> T:
     try:
-        return await asyncio.wait_for(call, CONTROL_TIMEOUT_S)
+        return await asyncio.wait_for(call, timeout_s)
     except TimeoutError as error:
-        raise NoReplicaError(f"no server replica answered within {CONTROL_TIMEOUT_S:g} s") from error
+        raise NoReplicaError(f"no server replica answered within {timeout_s:g} s") from error
     except _RAY_ERRORS as error:
         raise _translate(error) from error
 
@@ -180,7 +184,8 @@ class IngressDeployment:
     def __init__(self, server: DeploymentHandle, config: ServerConfig) -> None:
         # Keys are read here: they must not travel with the application's arguments, which Serve logs.
         keys = load_api_keys(config.api_key_file)
-        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s)
+        traces = config.tracing.source()
+        door = FrontDoor(config.max_body_bytes, config.cors_origins, keys, config.keep_alive_s, traces)
         self._ingress = Ingress(HandleBackend(server), version(), door, config.model_dump(mode="json"))
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

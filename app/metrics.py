@@ -1,12 +1,13 @@
 """The catalogue of our metrics, and their Prometheus text.
 
 Counters come from the engine and end in `_total`, units are base units. Every sample carries `model` and
-`replica`. The PromQL beside a name is what it is for. Scraping and storing are left to Prometheus.
+`replica`. What a name is for is said in `metrics_page`; scraping and storing are left to Prometheus.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -50,6 +51,10 @@ def _by_depth(stats: EngineStats) -> list[tuple[str, float]]:
 
 def _by_position(stats: EngineStats) -> list[tuple[str, float]]:
     return [(str(idx), count) for idx, count in enumerate(stats.accepted_by_depth)]
+
+
+def _num_rows(stats: EngineStats) -> int:
+    return sum(count for _, count in stats.steps_by_tree)
 
 
 def _num_blocks(stats: EngineStats) -> int:
@@ -96,7 +101,6 @@ def _by_arm() -> tuple[Labelled, ...]:
 GAUGES: tuple[Plain | Labelled, ...] = (
     Plain("eyas_requests_running", "sequences that own a slot", lambda s: s.num_running),
     Plain("eyas_requests_waiting", "sequences in the queue", lambda s: s.num_waiting),
-    # sum by (replica) (eyas_kv_blocks) is constant: blocks are never lost
     Labelled(
         "eyas_kv_blocks",
         "blocks of the KV cache by state",
@@ -122,16 +126,11 @@ GAUGES: tuple[Plain | Labelled, ...] = (
 
 COUNTERS: tuple[Plain | Labelled, ...] = (
     Plain("eyas_steps_total", "decode steps", lambda s: s.num_steps),
-    # rate(eyas_step_seconds_total[1m]) is the share of time the engine is busy
+    Plain("eyas_decode_rows_total", "rows of decode steps, a sequence once per step", _num_rows),
     Plain("eyas_step_seconds_total", "seconds spent in steps", lambda s: s.step_seconds),
-    # rate(eyas_generation_tokens_total[1m]) / rate(eyas_verification_calls_total[1m]) is the acceptance
-    # length
     Plain("eyas_verification_calls_total", "(sequence, verification) pairs", lambda s: s.num_calls),
     Plain("eyas_generation_tokens_total", "tokens emitted", lambda s: s.num_output_tokens),
-    # 1 + rate(eyas_accepted_draft_tokens_total[1m]) / rate(eyas_drafts_total[1m]) is the acceptance length of
-    # the rows that drafted
     Plain("eyas_drafts_total", "(sequence, step) pairs that drafted", lambda s: s.num_drafts),
-    # rate(eyas_accepted_draft_tokens_total[1m]) / rate(eyas_draft_tokens_total[1m]) is the acceptance rate
     Plain("eyas_draft_tokens_total", "draft tokens verified", lambda s: s.num_drafted),
     Plain("eyas_accepted_draft_tokens_total", "draft tokens kept", lambda s: s.num_accepted),
     Labelled("eyas_accepted_draft_tokens_by_depth_total", "draft tokens kept, by depth", "depth", _by_depth),
@@ -152,7 +151,6 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
         lambda s: s.dispatch.num_trips,
     ),
     Plain("eyas_prompt_tokens_total", "prompt tokens", lambda s: s.num_prompt_tokens),
-    # rate(eyas_prefix_hit_tokens_total[5m]) / rate(eyas_prompt_tokens_total[5m]) is the prefix hit rate
     Plain(
         "eyas_prefix_hit_tokens_total", "prompt tokens in the prefix cache", lambda s: s.num_prefix_hit_tokens
     ),
@@ -169,6 +167,15 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
     Plain(
         "vllm:generation_tokens_total", "alias of eyas_generation_tokens_total", lambda s: s.num_output_tokens
     ),
+    Plain(
+        "vllm:prefix_cache_queries_total", "alias of eyas_prompt_tokens_total", lambda s: s.num_prompt_tokens
+    ),
+    Plain(
+        "vllm:prefix_cache_hits_total",
+        "alias of eyas_prefix_hit_tokens_total",
+        lambda s: s.num_prefix_hit_tokens,
+    ),
+    Plain("vllm:num_preemptions_total", "alias of eyas_preemptions_total", lambda s: s.num_preemptions),
     Plain("vllm:spec_decode_num_drafts_total", "alias of eyas_drafts_total", lambda s: s.num_drafts),
     Plain(
         "vllm:spec_decode_num_draft_tokens_total", "alias of eyas_draft_tokens_total", lambda s: s.num_drafted
@@ -186,13 +193,11 @@ COUNTERS: tuple[Plain | Labelled, ...] = (
     ),
 )
 
-# rate(eyas_calls_total{outcome="full"}[5m]) says that more replicas are needed
 CALLS = (
     "eyas_calls_total",
     "calls at a replica, by how they ended: answered, refused (4xx), full (429), failed (5xx), left",
 )
 
-# histogram_quantile(0.95, sum by (le) (rate(NAME_bucket[5m]))) is the 95th percentile
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "eyas_time_to_first_token_seconds": (
         "from the call's arrival to its first text",
@@ -207,6 +212,19 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
     ),
 }
+HISTOGRAM_ALIASES = {
+    "vllm:time_to_first_token_seconds": "eyas_time_to_first_token_seconds",
+    "vllm:request_time_per_output_token_seconds": "eyas_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds": "eyas_call_duration_seconds",
+}
+BUSY = ("eyas_busy_seconds_total", "seconds in which at least one answer ran or waited")
+PATH_LENGTH = (
+    "eyas_accepted_path_length",
+    "drafts kept by a row that drafted, the token that each step adds itself not counted",
+)
+PATH_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 15)
+INFO = ("eyas_engine_info", "what runs, always 1")
+INFO_LABELS = ["version", "model_digest", "draft_digest", "dtype", "device", "attention_backend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +247,7 @@ class ReplicaSnapshot:
     stats: EngineStats
     calls: tuple[tuple[str, int], ...]
     histograms: tuple[HistogramSnapshot, ...]
+    busy_seconds: float
     ready: ReadyTimes = NOT_TIMED
     live: LiveStatus | None = None
 
@@ -265,10 +284,17 @@ class _Snapshots(Collector):
                 CounterMetricFamily(counter.name, counter.text, labels=_labels(counter)), counter
             )
         yield self._calls()
+        busy = CounterMetricFamily(*BUSY, labels=LABELS)
+        for replica in self._replicas:
+            busy.add_metric([replica.model, replica.replica], replica.busy_seconds)
+        yield busy
+        yield self._path_lengths()
         yield from replica_families(self._replicas)
         yield from dispatch_families(self._replicas)
-        for name, (text, bounds) in HISTOGRAMS.items():
-            yield self._histogram(name, text, bounds)
+        for name, (text, _) in HISTOGRAMS.items():
+            yield self._histogram(name, text, name)
+        for alias, name in HISTOGRAM_ALIASES.items():
+            yield self._histogram(alias, f"alias of {name}", name)
 
     def _fill(
         self, family: GaugeMetricFamily | CounterMetricFamily, source: Plain | Labelled
@@ -289,22 +315,33 @@ class _Snapshots(Collector):
                 family.add_metric([replica.model, replica.replica, outcome], count)
         return family
 
-    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> HistogramMetricFamily:
+    def _path_lengths(self) -> HistogramMetricFamily:
+        """Count rows by the drafts that they kept; those that kept k + 1 or more are in the counter by
+        depth.
+        """
+        family = HistogramMetricFamily(*PATH_LENGTH, labels=[*LABELS, "draft_digest"])
+        for replica in self._replicas:
+            if (digest := replica.stats.draft.digest) is not None:
+                stats = replica.stats
+                beyond = dict(enumerate(stats.accepted_by_depth))
+                edges = [(f"{length}", stats.num_drafts - beyond.get(length, 0)) for length in PATH_LENGTHS]
+                labels = [replica.model, replica.replica, digest]
+                family.add_metric(labels, [*edges, ("+Inf", stats.num_drafts)], stats.num_accepted)
+        return family
+
+    def _histogram(self, name: str, text: str, source: str) -> HistogramMetricFamily:
+        """Return the family `name` of the observations counted under `source`."""
         family = HistogramMetricFamily(name, text, labels=LABELS)
-        edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+        edges = [*(f"{bound:g}" for bound in HISTOGRAMS[source][1]), "+Inf"]
         for replica in self._replicas:
             for histogram in replica.histograms:
-                if histogram.name == name:
-                    buckets, num_below = [], 0
-                    for edge, count in zip(edges, histogram.counts, strict=True):
-                        num_below += count
-                        buckets.append((edge, float(num_below)))
-                    family.add_metric([replica.model, replica.replica], buckets, histogram.total)
+                if histogram.name == source:
+                    buckets = zip(edges, accumulate(map(float, histogram.counts)), strict=True)
+                    family.add_metric([replica.model, replica.replica], list(buckets), histogram.total)
         return family
 
     def _info(self) -> GaugeMetricFamily:
-        names = ["version", "model_digest", "draft_digest", "dtype", "device", "attention_backend"]
-        family = GaugeMetricFamily("eyas_engine_info", "what runs, always 1", labels=LABELS + names)
+        family = GaugeMetricFamily(*INFO, labels=LABELS + INFO_LABELS)
         for replica in self._replicas:
             facts = replica.facts
             values = [replica.version, facts.model_digest, replica.stats.draft.digest or ""]
@@ -313,10 +350,11 @@ class _Snapshots(Collector):
         return family
 
 
-def render(replicas: Sequence[ReplicaSnapshot]) -> bytes:
-    """Return the Prometheus text of all replicas."""
+def render(replicas: Sequence[ReplicaSnapshot], more: Collector) -> bytes:
+    """Return the Prometheus text of all replicas, and of what else is counted in this process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshots(replicas))
+    registry.register(more)
     return generate_latest(registry)
 
 

@@ -5,7 +5,7 @@ and a token id exists is left to `choices`.
 """
 
 import dataclasses
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-UNBOUNDED_TOKENS = 2**31 - 1  # stands in for max_tokens until the prompt's length is known
+MAX_COUNT = 2**31 - 1
+UNBOUNDED_TOKENS = MAX_COUNT  # stands in for max_tokens until the prompt's length is known
 
 
 def _as_stops(value: object) -> object:
@@ -55,6 +56,11 @@ Prompts = Annotated[
 ]
 
 
+def _bounded(minimum: float, maximum: float) -> Any:
+    """Return a field whose bounds the document shows; `SamplingParams` holds them and words the refusal."""
+    return Field(default=None, json_schema_extra={"minimum": minimum, "maximum": maximum})
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -68,17 +74,17 @@ class _GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stops = Field(default_factory=list)
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    seed: int | None = _bounded(-(2**63), 2**63 - 1)
+    temperature: float | None = _bounded(0, 100)
+    top_p: float | None = _bounded(1e-6, 1)
+    top_k: int | None = _bounded(-1, MAX_COUNT)
+    min_p: float | None = _bounded(0, 1)
+    presence_penalty: float | None = _bounded(-2, 2)
+    frequency_penalty: float | None = _bounded(-2, 2)
+    repetition_penalty: float | None = _bounded(0.01, 10)
     logit_bias: dict[str, float] | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
+    min_tokens: int | None = _bounded(0, MAX_COUNT)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

@@ -54,7 +54,8 @@ class Replica:
         model, core, first_token = (end - start for start, end in itertools.pairwise(times))
         load = engine.facts.load_seconds
         limits = Limits(engine_config.max_num_waiting, config.max_prompt_tokens, config.max_concurrent_calls)
-        server = LLMServer(engine, tokenizer, template, config.name, limits, name)
+        sink = config.tracing.open_export(name)
+        server = LLMServer(engine, tokenizer, template, config.name, limits, name, sink=sink)
         return Replica(
             server,
             engine,

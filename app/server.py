@@ -5,11 +5,12 @@ HTTP is left to `ingress`, placing and scaling replicas to `main`.
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from app.admission import Admission
 from app.call import (
     Call,
     CallOptions,
@@ -20,8 +21,9 @@ from app.call import (
     TokenCall,
     TokenizeCall,
 )
+from app.call_trace import SpanSink, TracedEngine
 from app.chat import ChatTemplate
-from app.choices import Limits, check_num_requests, check_token_ids, plan_requests
+from app.choices import Limits, check_num_requests, check_token_ids, context_len, plan_requests
 from app.errors import UnknownModelError, event_for, reply_for, status_of
 from app.generation import ChoiceDelta, TokenEngine, echo_alone, run_choices, with_echo
 from app.metrics import Histogram, ReplicaSnapshot
@@ -43,7 +45,8 @@ from app.tokenizer import Tokenizer
 from app.tool_formats import OPEN_TAG, make_parser
 from app.tool_stream import with_calls
 from app.version import version
-from engine import CapacityError, Request
+from engine import Request
+from ops.tracing.context import TraceContext
 
 Steps = AsyncGenerator[list[ChoiceDelta], None]
 
@@ -73,15 +76,17 @@ class LLMServer:
         limits: Limits,
         replica: str = "local",
         clock: Callable[[], float] = time.monotonic,
+        sink: SpanSink | None = None,
     ) -> None:
-        self._engine = engine
+        self._tracing = None if sink is None else TracedEngine(engine, sink, clock)
+        self._engine = self._tracing or engine
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
         self._tool_format = template.tool_format
         self._has_special_tags = tokenizer.is_special(OPEN_TAG)
         self._name = name
         self._limits = limits
-        self._num_calls = 0
+        self._admission = Admission(clock)
         self._outcomes = Outcomes()
         self._replica = replica
         self._clock = clock
@@ -97,7 +102,7 @@ class LLMServer:
         self._limits = limits
 
     def card(self) -> ModelCard:
-        return ModelCard(self._name, self._created, self._engine.facts.max_model_len)
+        return ModelCard(self._name, self._created, context_len(self._engine.facts))
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` where the engine core is gone or hangs."""
@@ -112,17 +117,20 @@ class LLMServer:
             stats=await self._engine.stats(),
             calls=self._outcomes.snapshot(),
             histograms=tuple(h.snapshot() for h in (self._first_token, self._per_token, self._duration)),
+            busy_seconds=self._admission.busy_seconds,
         )
 
     async def shutdown(self) -> None:
         await self._engine.shutdown()
 
-    async def answer(self, call: Call, call_id: str) -> AsyncGenerator[bytes | Reply, None]:
+    async def answer(
+        self, call: Call, call_id: str, trace: TraceContext | None = None
+    ) -> AsyncGenerator[bytes | Reply, None]:
         """Yield the answer of one call; an error before the first message is a `Reply`, later an event."""
         has_begun = False
-        with self._outcomes.watch() as ending:
+        with self._outcomes.watch() as ending, self._traced(call, call_id, trace, ending):
             try:
-                with self._counted():
+                with self._admitted(call):
                     async with aclosing(self._messages(call, call_id, ending)) as messages:
                         async for message in messages:
                             has_begun = True
@@ -131,17 +139,21 @@ class LLMServer:
                 ending.outcome = outcome_of(status_of(error))
                 yield event_for(error) + DONE if has_begun else reply_for(error)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count a call as in flight. Raises `CapacityError` where that is one too many."""
-        most = self._limits.max_concurrent_calls
-        if most is not None and self._num_calls >= most:
-            raise CapacityError(f"the server is full, it takes {most} calls at once: try again in a moment")
-        self._num_calls += 1
-        try:
-            yield
-        finally:
-            self._num_calls -= 1
+    def _admitted(self, call: Call) -> AbstractContextManager[None]:
+        """Hold what a call will run; one that asks for too many is told so, not that others are ahead."""
+        num_sequences = _num_prompts(call) * call.options.num_choices
+        return self._admission.hold(
+            min(num_sequences, self._limits.max_requests),
+            self._engine.facts.max_num_seqs + self._limits.max_requests,
+            self._limits.max_concurrent_calls,
+        )
+
+    def _traced(
+        self, call: Call, call_id: str, trace: TraceContext | None, ending: Ending
+    ) -> AbstractContextManager[None]:
+        if self._tracing is None or trace is None:
+            return nullcontext()
+        return self._tracing.watch(call, call_id, trace, ending)
 
     async def _messages(
         self, call: Call, call_id: str, ending: Ending
@@ -149,8 +161,7 @@ class LLMServer:
         form: Form = ChatForm() if isinstance(call, ChatCall) else CompletionForm()
         options = call.options
         self._check_model(options.model)
-        num_prompts = 1 if isinstance(call, ChatCall) else len(call.prompts)
-        check_num_requests(num_prompts, options.num_choices, form.prompt_field, self._limits)
+        check_num_requests(_num_prompts(call), options.num_choices, form.prompt_field, self._limits)
         prompts = await self._encode(call)
         requests = plan_requests(
             call_id, prompts, options, self._engine.facts, form.prompt_field, self._limits
@@ -229,7 +240,7 @@ class LLMServer:
         token_ids = await self._prompts.encode_as_asked(call)
         return {
             "count": len(token_ids),
-            "max_model_len": self._engine.facts.max_model_len,
+            "max_model_len": context_len(self._engine.facts),
             "tokens": token_ids,
             "token_strs": self._prompts.token_texts(token_ids) if call.wants_texts else None,
         }
@@ -248,3 +259,7 @@ class LLMServer:
             raise UnknownModelError(
                 f"the model {name[:80]!r} does not exist here: this server has {self._name!r}", "model"
             )
+
+
+def _num_prompts(call: Call) -> int:
+    return 1 if isinstance(call, ChatCall) else len(call.prompts)

@@ -239,4 +239,13 @@ def whole_body(
 
 
 def dump(body: JSON) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    """Return JSON that no reader of lines cuts: Unicode's own line ends, which JSON may leave plain, are
+    escaped.
+    """
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    for char, escaped in _LINE_ENDS:
+        text = text.replace(char, escaped)
+    return text.encode()
+
+
+_LINE_ENDS = (("\u0085", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))

@@ -48,8 +48,9 @@ from engine.runner.rates import synchronize
 from engine.runner.synthetic import eagle3_config, fill_pages, random_head, random_target
 from engine.runner.worker import Origin, Worker, choose_verify, count_positions, wire_worker
 from engine.step_times import measure_latency
-from engine.synthetic import cache_contexts
+from engine.synthetic import cache_contexts, predict_bytes
 from engine.tree.library import TreeLibrary
+from engine.tree.topology import MAX_NODES
 
 AUTO, PLAIN = "auto", "off"
 SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance
@@ -58,6 +59,7 @@ LIMIT, MAX_ERROR = 0.98, 0.003
 _MIN_ROUNDS, _MAX_ROUNDS = 6, 40
 _SCREENED_AFTER, _SCREEN = 3, 0.93  # rounds, and the share of the best below which a tree is left out then
 _SETTLING_STEPS = 300  # of the adaptive engine at a cell, before it is measured
+_DEVICE_SHARE = 0.8  # of the free memory that a cell may be predicted to need
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
@@ -184,6 +186,8 @@ def main() -> int:
     random.Random(0).shuffle(cells)  # noqa: S311 - which cells are measured is no secret
     left_out = cells[options.cells :] if options.cells else []
     cells = cells[: options.cells] if options.cells else cells
+    left_out += [cell for cell in cells if not _fits(options, cell)]
+    cells = [cell for cell in cells if cell not in left_out]
     bench = Bench(options.model, cells, options.tokens, options.block_size)
     print(f"steps timed in {bench.calibration_seconds:.1f} s; arms: {', '.join(bench.trees)}")
     print(
@@ -210,6 +214,16 @@ def main() -> int:
         report = _report(options, bench, results, left_out)
         (options.out / f"dispatcher_cells_{options.model}.json").write_text(report, encoding="utf-8")
     return 0 if num_within == len(results) else 1
+
+
+def _fits(options: argparse.Namespace, cell: Cell) -> bool:
+    """Return whether the device has memory for a cell, its widest trees included."""
+    if not torch.cuda.is_available():
+        return True
+    config = _config(options.model, (cell,), options.tokens, options.block_size)
+    assert config.num_blocks is not None
+    needed = predict_bytes(shape_of(options.model), config, config.num_blocks, MAX_NODES)
+    return needed < _DEVICE_SHARE * torch.cuda.mem_get_info()[0]
 
 
 def _build(name: str, profile: Profile, config: EngineConfig) -> tuple[Worker, RankedReplay]:

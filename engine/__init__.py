@@ -28,6 +28,7 @@ from engine.errors import (
 from engine.model.config import ModelConfig
 from engine.near_tie import MAX_GAP, NearTies
 from engine.request import FinishReason, Request, SamplingParams
+from engine.runner.preflight import check_config
 from engine.runner.rates import MachineRates
 from engine.runner.synthetic import shape_of
 from engine.stats import EngineFacts, EngineStats
@@ -84,6 +85,7 @@ __all__ = [
     "acceptance_length",
     "cache_folder",
     "chain",
+    "check_config",
     "enter_core_environment",
     "explain",
     "inspect_draft",

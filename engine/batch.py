@@ -135,7 +135,8 @@ class SequenceDelta:
 
     The counters are totals of the sequence so far: `num_calls` verification calls, `num_drafted` drafts
     verified, `num_accepted` drafts kept, `num_prefix_hits` prompt tokens found in the prefix cache.
-    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first.
+    `num_accepted_in_step` says how many of `token_ids` were drafts: they come first. `started` is when its
+    prefill began, in seconds of this machine's monotonic clock.
     """
 
     request_id: str
@@ -147,6 +148,7 @@ class SequenceDelta:
     num_accepted: int
     num_prefix_hits: int
     message: str | None = None
+    started: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

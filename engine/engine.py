@@ -5,6 +5,7 @@ It speaks token ids only; text, HTTP and processes are left to its callers.
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
@@ -100,7 +101,8 @@ class Engine:
         self._check_stops(request.sampling)
         seed = request.sampling.seed
         if seed is None:
-            seed = _signed64(self._seed + self._num_arrived * _GOLDEN)
+            unsigned = self._seed + self._num_arrived * _GOLDEN
+            seed = (unsigned + 2**63) % 2**64 - 2**63  # as a signed 64-bit integer
         self._scheduler.add(Sequence(request, seed, self._num_arrived))
         self._num_arrived += 1
         self._counters.num_prompt_tokens += len(request.prompt_token_ids)
@@ -120,7 +122,7 @@ class Engine:
         """Launch one step if anything can run, then return what the step before it gave."""
         self.drafts.settle()
         load = self._scheduler.next_load()
-        plan = self._scheduler.schedule(self.drafts.limit(self._dispatcher.choose(load)))
+        plan = self._scheduler.schedule(self.drafts.limit(self._dispatcher.choose(load)), time.monotonic())
         launched, failed = (None, []) if plan is None else self._launch(plan, load)
         deltas = () if self._in_flight is None else self._collect(self._in_flight)
         self._in_flight = launched
@@ -196,8 +198,3 @@ def assemble_engine(
     return Engine(
         worker.runner, policy.kv_cache, policy.scheduler, policy.dispatcher, worker.facts, config.seed
     )
-
-
-def _signed64(value: int) -> int:
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value

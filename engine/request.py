@@ -154,6 +154,7 @@ class Sequence:
     num_calls: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    started: float = 0.0
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:

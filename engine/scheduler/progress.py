@@ -131,6 +131,7 @@ class Progress:
             sequence.num_accepted,
             sequence.num_prefix_hits,
             message,
+            sequence.started,
         )
 
     def restart_draft(self) -> DraftRestart:

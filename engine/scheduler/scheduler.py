@@ -139,9 +139,9 @@ class Scheduler:
         self._kv_cache.pool.clear_index()
         return tuple(progress.restart_draft() for progress in self._running)
 
-    def schedule(self, topology: TreeTopology) -> StepPlan | None:
-        """Plan the next step; rows without a tree of their own use `topology`. None where nothing can run
-        before a step in flight is committed, or at all.
+    def schedule(self, topology: TreeTopology, now: float = 0.0) -> StepPlan | None:
+        """Plan the next step; rows without a tree of their own use `topology`, sequences that begin note
+        `now`. None where nothing can run before a step in flight is committed, or at all.
 
         Decode rows come first, then prompts under way, then admissions, each in order of priority and
         arrival. Short of budget or blocks a row decodes plainly; short of blocks even so, worse rows are
@@ -156,7 +156,7 @@ class Scheduler:
             if progress.sequence.status is RUNNING:  # else preempted for a row of this step
                 self._prefill(step, progress, topology)
         if has_room:
-            self._plan_admissions(step, topology)
+            self._plan_admissions(step, topology, now)
         if step.is_empty:
             return None
         self._next_step_idx += 1
@@ -266,7 +266,7 @@ class Scheduler:
         assert fitting is not None, "an admission holds the blocks of its first plain decode"
         step.decode(progress, fitting)
 
-    def _plan_admissions(self, step: StepBuilder, topology: TreeTopology) -> None:
+    def _plan_admissions(self, step: StepBuilder, topology: TreeTopology, now: float) -> None:
         while len(self._waiting) and self._free_slots and step.num_left >= MIN_PREFILL:
             sequence = self._waiting.peek()
             progress = self._live[sequence.request.request_id]
@@ -281,7 +281,7 @@ class Scheduler:
             sequence.status = RUNNING
             sequence.num_cached = len(hit.block_ids) * self._kv_cache.pool.block_size
             if sequence.num_preemptions == 0:
-                sequence.num_prefix_hits = sequence.num_cached
+                sequence.num_prefix_hits, sequence.started = sequence.num_cached, now
             progress.start(sequence.num_cached, hit.draft_start)
             insort(self._running, progress, key=_sort_key)
             step.admit(sequence, hit.draft_start)

@@ -5,7 +5,8 @@ The fixtures over them are left to `conftest`.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import tokenizers
 from fastapi import FastAPI
 
 from app.call import Call, Reply, TokenCall
+from app.call_trace import SpanSink
 from app.chat import ChatTemplate
 from app.choices import Limits
 from app.ingress import FrontDoor, Ingress, Messages
@@ -22,6 +24,7 @@ from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
 from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
 from engine.dispatch_stats import ArmTotal, DispatchStats
+from ops.tracing.context import TraceContext
 
 DISPATCH = DispatchStats(
     arm="chain-3",
@@ -36,20 +39,24 @@ DISPATCH = DispatchStats(
 )
 MAX_MODEL_LEN = 512
 MAX_NUM_WAITING = 64
+EOS_ID = 1
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def write_model(folder: Path) -> None:
-    """Write a byte-level tokenizer (two special tokens, then one token per byte) and a chat template."""
+def write_model(folder: Path, words: Sequence[str] = ()) -> None:
+    """Write a byte-level tokenizer (two special tokens, one token per byte, one per word) and a chat
+    template.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<|im_start|>": 0, "<|im_end|>": 1} | {char: idx + 2 for idx, char in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(list(words))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -174,8 +181,8 @@ class LocalBackend:
     def __init__(self, server: LLMServer) -> None:
         self._server = server
 
-    def answer(self, call: Call, call_id: str) -> Messages:
-        return self._server.answer(call, call_id)
+    def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
+        return self._server.answer(call, call_id, trace)
 
     async def reply(self, call: TokenCall) -> Reply:
         return await self._server.reply(call)
@@ -196,14 +203,22 @@ def make_application(
     template: ChatTemplate,
     limits: Limits | None = None,
     door: FrontDoor | None = None,
+    sink: SpanSink | None = None,
 ) -> FastAPI:
     """Return the HTTP front over one server in this process."""
-    server = LLMServer(engine, tokenizer, template, "tiny", limits or Limits(MAX_NUM_WAITING))
+    limits = limits or Limits(MAX_NUM_WAITING)
+    server = LLMServer(engine, tokenizer, template, "tiny", limits, sink=sink)
     return Ingress(LocalBackend(server), "0.1.0", door or FrontDoor(max_body_bytes=100_000)).build()
 
 
 def client_of(application: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://test")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def chat_body(**fields: object) -> dict[str, object]:

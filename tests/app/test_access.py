@@ -161,6 +161,28 @@ async def test_call_beyond_the_limit_is_told_when_to_come_back(
         assert (await client.post(CHAT, json=chat_body())).status_code == 200
 
 
+async def test_queue_of_an_engine_that_says_nothing_is_bounded(
+    engine: SpokenEngine, tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
+    engine.num_steps_before_stall = 0  # as a core that hangs: it refuses nobody either
+    max_open = engine.facts.max_num_seqs + 4
+    async with client_of(make_application(engine, tokenizer, template, Limits(4))) as client:
+        calls = [asyncio.create_task(client.post(CHAT, json=chat_body(n=4))) for _ in range(max_open // 4)]
+        while len(engine.running) < max_open:
+            await asyncio.sleep(0.001)
+        refused = await client.post(CHAT, json=chat_body())
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        impossible = await client.post(CHAT, json=chat_body(n=5))
+        assert impossible.status_code == 429, "whoever comes now must wait"
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert not engine.running
+        assert (await client.post(CHAT, json=chat_body(n=5))).status_code == 400
+        engine.num_steps_before_stall = None
+        assert (await client.post(CHAT, json=chat_body(n=4))).status_code == 200
+
+
 async def test_official_client_comes_back_by_itself_when_the_server_was_full(
     engine: SpokenEngine, tokenizer: Tokenizer, template: ChatTemplate
 ) -> None:

@@ -81,6 +81,7 @@ CHAT_FIELDS = [
     ("tools", {"type": "function"}),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tool_choice", "sometimes"),
     ("parallel_tool_calls", "no"),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema"}),
@@ -288,16 +289,32 @@ async def test_large_body_is_413_before_it_was_read(client: httpx.AsyncClient, i
     assert num_sent <= 2
 
 
-async def test_unknown_path_is_404_and_a_forgotten_prefix_is_named(client: httpx.AsyncClient) -> None:
+async def test_unknown_path_is_404(client: httpx.AsyncClient) -> None:
     await expect_error(await client.get("/nothing"), 404, None, "unknown_url")
-    message = await expect_error(await client.post("/chat/completions"), 404, None, "unknown_url")
-    assert "/v1/chat/completions" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+async def test_path_with_too_much_or_too_little_is_told_the_right_one(
+    client: httpx.AsyncClient, path: str, meant: str
+) -> None:
+    message = await expect_error(await client.post(path, json={}), 404, None, "unknown_url")
+    assert message.endswith(f"did you mean {meant}?")
 
 
 async def test_wrong_method_is_405_with_the_right_one(client: httpx.AsyncClient) -> None:
     response = await client.get(CHAT)
     await expect_error(response, 405, None, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+    response = await client.delete("/health")
+    assert set(response.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from app import cli_bench_synthetic
 from app.cli import main
@@ -20,7 +21,8 @@ from app.cli_generate import Piece, pieces
 from app.cli_serve import failure_reason
 from app.tokenizer import Tokenizer
 from engine import FinishReason, IncrementalDetokenizer, MeasuredProfile, SequenceDelta, StepError
-from tests.app.harness import make_facts
+from engine.draft.loader import load_draft, write_draft
+from tests.app.harness import free_port, make_facts
 from tests.app.test_bench import make_cell
 from tests.app.tiny_model import write_random_draft, write_random_model
 
@@ -298,6 +300,61 @@ def test_wrong_usage_is_status_two(arguments: list[str], capsys: pytest.CaptureF
         main(arguments)
     assert exit_info.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "parts"),
+    [
+        ("damaged", ("model.safetensors has sha256", "fetch the draft again")),
+        ("cut", ("model.safetensors has sha256",)),
+        ("no-manifest", ("manifest.json",)),
+        ("other-target", ("the draft was made for a target with vocabulary size 300, this target has 258",)),
+    ],
+)
+def test_bad_draft_is_told_before_ray_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+    parts: tuple[str],
+) -> None:
+    monkeypatch.delattr("app.cli_serve._ray")
+    write_random_model(tmp_path)
+    draft = tmp_path / "draft"
+    write_random_draft(draft)
+    weights = draft / "model.safetensors"
+    if fault == "damaged":
+        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    elif fault == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif fault == "no-manifest":
+        (draft / "manifest.json").unlink()
+    else:
+        loaded = load_draft(draft)
+        config = dataclasses.replace(loaded.config, target_vocab_size=300)
+        write_draft(config, {"fc.weight": torch.zeros(1)}, draft, {}, None)
+    expect_line(
+        run(["serve", "--model", str(tmp_path), "--draft", str(draft), "--port", str(free_port())], capsys),
+        *parts,
+    )
+
+
+@pytest.mark.parametrize("table", [None, "[[1, oak-8]]"])
+def test_unknown_tree_is_told_before_ray_starts(
+    model: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    table: str | None,
+) -> None:
+    monkeypatch.delattr("app.cli_serve._ray")
+    config = tmp_path / "server.yaml"
+    config.write_text(
+        f"port: {free_port()}\n" + (f"engine: {{speculation: {{table: {table}}}}}\n" if table else "")
+    )
+    arguments = ["serve", *model, "--config", str(config)]
+    result = run([*arguments, *([] if table else ["--speculation", "oak-8"])], capsys)
+    expect_line(result, "no tree is called 'oak-8': there are off, tree-8", "chain-1 to chain-15")
 
 
 def test_help_and_generate_do_not_load_ray(model: list[str]) -> None:

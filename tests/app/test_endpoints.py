@@ -1,6 +1,7 @@
 """What the endpoints answer: whole bodies, streams byte for byte, usage, and clients that leave."""
 
 import asyncio
+import dataclasses
 import json
 
 import httpx
@@ -72,6 +73,21 @@ async def test_chat_takes_the_rest_of_the_context_by_default(
     assert engine.requests[0].sampling.max_tokens == 512 - NUM_CHAT_TOKENS
 
 
+async def test_chat_takes_no_more_than_the_cache_holds_by_default(
+    client: httpx.AsyncClient, engine: SpokenEngine
+) -> None:
+    engine.facts = dataclasses.replace(engine.facts, num_blocks=4)  # of 16 tokens, and one that is not cached
+    assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == 65
+    assert (await client.post(CHAT, json=chat_body())).status_code == 200
+    assert engine.requests[0].sampling.max_tokens == 65 - NUM_CHAT_TOKENS
+    too_many = await client.post(CHAT, json=chat_body(max_tokens=66 - NUM_CHAT_TOKENS))
+    error = too_many.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert error["message"].startswith("the KV cache of this server holds 65 tokens")
+    long = chat_body(messages=[{"role": "user", "content": "x" * 65}])
+    assert (await client.post(CHAT, json=long)).json()["error"]["param"] == "messages"
+
+
 async def test_max_completion_tokens_wins_over_max_tokens(
     client: httpx.AsyncClient, engine: SpokenEngine
 ) -> None:
@@ -117,7 +133,7 @@ async def test_completion_stream_is_exact_to_the_byte(
 
 async def test_usage_comes_last_and_only_when_asked_for(client: httpx.AsyncClient) -> None:
     plain = events((await client.post(CHAT, json=chat_body(stream=True))).text)
-    assert all("usage" not in event for event in plain)
+    assert all("usage" not in event and event["choices"] for event in plain)
     options = {"include_usage": True}
     chunks = events((await client.post(CHAT, json=chat_body(stream=True, stream_options=options))).text)
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
@@ -268,6 +284,27 @@ async def test_content_parts_are_joined_and_developer_is_system(
     assert prompt == "system\ns\nuser\nab\nassistant\n"
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_line_ends_of_unicode_do_not_cut_an_event(
+    client: httpx.AsyncClient, engine: SpokenEngine, is_stream: bool
+) -> None:
+    engine.text = "a\u2028b\u2029c\x85d\ne"
+    response = await client.post(CHAT, json=chat_body(stream=is_stream))
+    lines = list(response.iter_lines())  # as many clients read a stream
+    if not is_stream:
+        assert lines == [response.text]
+        assert response.json()["choices"][0]["message"]["content"] == engine.text
+        return
+    assert all(line == "" or line.startswith("data: ") for line in lines)
+    chunks = events(response.text)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == engine.text
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/version"])
+async def test_head_is_answered_as_get(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.head(path)).status_code == 200
+
+
 async def test_error_inside_a_stream_is_an_event(client: httpx.AsyncClient, engine: SpokenEngine) -> None:
     engine.failure = SequenceDelta(
         "r", (), 0, FinishReason.ERROR, 2, 0, 0, 0, message="logits are not finite"
@@ -340,6 +377,7 @@ async def test_models_health_and_version_answer(client: httpx.AsyncClient) -> No
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert card == (await client.get("/v1/models/tiny")).json()
+    assert listed == (await client.get("/v1/models/")).json()
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
     health = await client.get("/health")
     assert (health.status_code, health.content) == (200, b"")

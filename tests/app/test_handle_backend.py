@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from app.autoscaling import ReplicaPolicy, ScalingRule
 from app.call import CallOptions, CompletionCall
+from app.errors import NoReplicaError
 from engine import CapacityError, EngineDeadError, SamplingParams
 
 with warnings.catch_warnings():
@@ -20,6 +21,7 @@ with warnings.catch_warnings():
     from ray.serve._private.common import DeploymentID, ReplicaID
     from ray.serve.exceptions import BackPressureError
 
+    from app import main
     from app.main import HandleBackend, build
     from app.request_router import PrefixLoadRouter
 
@@ -108,6 +110,19 @@ async def test_error_of_ray_becomes_ours(
         await anext(messages)
     with pytest.raises(expected):
         await HandleBackend(FakeHandle(error=make_error())).check_health()
+
+
+async def test_probe_is_not_kept_waiting_while_ray_looks_for_a_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class SearchingHandle(FakeHandle):
+        def remote(self, *arguments: object) -> object:
+            return asyncio.Event().wait()
+
+    assert main.HEALTH_TIMEOUT_S <= 2
+    monkeypatch.setattr(main, "HEALTH_TIMEOUT_S", 0.05)
+    with pytest.raises(NoReplicaError, match=r"within 0\.05 s"):
+        await asyncio.wait_for(HandleBackend(SearchingHandle()).check_health(), 2)
 
 
 async def test_stream_that_is_left_is_cancelled() -> None:

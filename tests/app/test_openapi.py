@@ -78,6 +78,32 @@ def test_document_shows_every_field_that_is_read(name: str, body: Any) -> None:
     assert set(DOCUMENT["components"]["schemas"][name]["properties"]) == set(body.model_fields)
 
 
+def bounds() -> list[tuple[str, float, float]]:
+    fields = DOCUMENT["components"]["schemas"]["ChatBody"]["properties"].items()
+    return [
+        (name, field["minimum"], field["maximum"])
+        for name, field in fields
+        if {"minimum", "maximum"} <= field.keys() and name != "min_tokens"  # which a context bounds as well
+    ]
+
+
+def test_most_sampling_fields_show_their_bounds() -> None:
+    names = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed"}
+    assert names <= {name for name, _, _ in bounds()}
+
+
+@pytest.mark.parametrize(("name", "low", "high"), bounds())
+async def test_field_is_taken_at_its_bounds_and_refused_beyond(
+    client: httpx.AsyncClient, name: str, low: float, high: float
+) -> None:
+    step = 1 if isinstance(low, int) else low / 2
+    for value, status in ((low, 200), (high, 200), (low - step, 400), (high + step, 400)):
+        response = await client.post("/v1/chat/completions", json=chat_body(**{name: value}))
+        assert response.status_code == status, (value, response.text)
+        if status == 400:
+            assert response.json()["error"]["param"] == name
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_answer_keeps_to_the_document(client: httpx.AsyncClient, path: str) -> None:
     request = {"components": DOCUMENT["components"]} | DOCUMENT["paths"][path]["post"]["requestBody"][

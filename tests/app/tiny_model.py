@@ -4,6 +4,7 @@ What is asked of them is left to the tests.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,13 +19,15 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCAB = 32, 4, 2, 8, 64, 2, 258
 MAX_POSITION = 1024
 
 
-def write_random_model(folder: Path) -> None:
-    write_model(folder)
+def write_random_model(folder: Path, words: Sequence[str] = ()) -> None:
+    """Write the model; each of `words` is one more token, from id `VOCAB` on."""
+    write_model(folder, words)
+    vocab_size = VOCAB + len(words)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "vocab_size": VOCAB,
+        "vocab_size": vocab_size,
         "hidden_size": HIDDEN,
         "intermediate_size": MLP,
         "num_hidden_layers": LAYERS,
@@ -40,7 +43,7 @@ def write_random_model(folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes = {"model.embed_tokens.weight": (vocab_size, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         shapes |= {
@@ -61,7 +64,7 @@ def write_random_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def write_random_draft(folder: Path) -> None:
+def write_random_draft(folder: Path, vocab_size: int = VOCAB) -> None:
     """Write a head that is right now and then: it hands the target's own last state to the output rows."""
     config = DraftConfig(
         num_layers=1,
@@ -76,9 +79,9 @@ def write_random_draft(folder: Path) -> None:
         max_position=MAX_POSITION,
         taps=(LAYERS,),
         target_hidden_size=HIDDEN,
-        target_vocab_size=VOCAB,
+        target_vocab_size=vocab_size,
         target_num_layers=LAYERS,
-        draft_vocab_size=VOCAB,
+        draft_vocab_size=vocab_size,
         is_feedback_normed=True,
     )
     torch.manual_seed(1)

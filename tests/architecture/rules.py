@@ -74,6 +74,8 @@ DEEP_IMPORTS: dict[str, tuple[str, ...]] = {
             "engine.weights",
         ),
     ),
+    # They ask a server as a client does.
+    **dict.fromkeys(("app.cli_validate", "app.speedup"), ("loadtest",)),
     # Measures single parts.
     "benchmarks": ("engine",),
 }
@@ -88,6 +90,7 @@ NO_TORCH = (
     "engine.scheduler",
     "engine.dispatcher",
     "app.autoscaling",
+    "app.speedup_verdict",
     "ops.rollout.analysis",
 )
 # Policy decides from its arguments: the same history gives the same choice.
@@ -97,6 +100,7 @@ NO_CLOCK_NO_IO = (
     "engine.scheduler",
     "engine.dispatcher",
     "app.autoscaling",
+    "app.speedup_verdict",
     "ops.rollout.analysis",
 )
 CLOCKS_AND_IO = frozenset(
@@ -137,6 +141,7 @@ LAZY_IMPORTERS: dict[str, str] = {
     "app.cli_train": "several workers need Ray Train, which is an extra and takes seconds to import",
     "benchmarks.tree_attention": "compares with xformers where it is installed",
     "ops.rollout.cli": "a rollout on this machine must not wait for the client of Kubernetes",
+    "ops.tracing.export": "the exporters are an extra, and importing gRPC takes a second",
     "app.cli_serve": "a bad configuration and a taken port are told before Ray starts, which takes seconds",
 }
 

@@ -19,6 +19,7 @@ DOCUMENTS = (
     "docs/architecture.md",
     "docs/dispatcher.md",
     "docs/lab-notes.md",
+    "docs/metrics.md",
     "docs/training.md",
     "docs/deploy.md",
 )

@@ -1,20 +1,14 @@
 """`eyas serve` from outside: a tiny random model behind Ray Serve, asked by the official client.
 
-One server for the whole module; it must exit with 0 when it is told to stop.
+The server is shared by all tests of this folder.
 """
 
 import asyncio
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -22,80 +16,11 @@ import openai
 import pytest
 
 from tests.app.harness import events
-from tests.app.tiny_model import write_random_draft, write_random_model
+from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
 
-START_SECONDS = 120
-HANG_SECONDS = 8
 NUM_TOKENS = 200
-
-
-@dataclass(frozen=True)
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    log: Path
-    answers_at_start: list[httpx.Response]
-
-    def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_random_model(folder)
-    draft = folder / "draft"
-    write_random_draft(draft)
-    port = free_port()
-    log = folder / "serve.txt"
-    flags = ["--model", str(folder), "--served-model-name", "tiny", "--draft", str(draft)]
-    config = folder / "server.yaml"
-    config.write_text(f"engine: {{hang_seconds: {HANG_SECONDS}}}\n")
-    flags += ["--port", str(port), "--dtype", "float32", "--config", str(config)]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "serve", *flags],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    answers: list[httpx.Response] = []
-    is_started = threading.Event()
-    poller = threading.Thread(target=poll, args=(url, answers, is_started))
-    poller.start()
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while f"serving tiny at http://127.0.0.1:{port}/v1" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        is_started.set()
-        poller.join()
-        yield Server(process, url, log, answers)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
-        assert "Traceback" not in log.read_text()
-        assert "raylet" not in log.read_text(), "Ray's own words are not for an operator"
-    finally:
-        is_started.set()
-        if process.poll() is None:
-            process.kill()
-
-
-def poll(url: str, answers: list[httpx.Response], is_over: threading.Event) -> None:
-    """Ask as a client does that waits for the server, and keep what it is told."""
-    while not is_over.wait(0.02):
-        with suppress(httpx.TransportError):
-            answers.append(httpx.get(f"{url}/v1/models", timeout=30))
 
 
 def stream_body(seed: int, **fields: object) -> dict[str, object]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.test_serve import free_port
+from tests.app.harness import free_port
 
 pytestmark = pytest.mark.e2e
 

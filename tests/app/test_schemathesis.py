@@ -1,0 +1,57 @@
+"""Schemathesis, an independent reader of the OpenAPI document, finds no failure and no broken promise."""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from tests.app.harness import free_port
+
+# A body can keep to the document and still be refused: token ids and lengths depend on the model.
+EXCLUDED = "positive_data_acceptance"
+
+
+@pytest.fixture
+def url(application: FastAPI) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(application, port=free_port(), log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.config.port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("max_examples", "num_cases"), [(5, 300), pytest.param(250, 2000, marks=pytest.mark.slow)]
+)
+def test_no_case_fails_the_server_or_breaks_the_document(
+    url: str, tmp_path: Path, max_examples: int, num_cases: int
+) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color"]
+    command += ["--phases", "coverage,fuzzing", "--max-examples", str(max_examples)]
+    command += [
+        "--exclude-checks",
+        EXCLUDED,
+        "--continue-on-failure",
+        "--generation-database",
+        "none",
+        "--seed",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    generated = re.search(r"(\d+) generated", done.stdout)
+    assert generated is not None, done.stdout
+    assert int(generated[1]) >= num_cases

@@ -1,0 +1,129 @@
+"""Locust's figures of a real server against those of a client that shares no code with it.
+
+For a quiet machine with the default model pulled: `python -m pytest -m slow tests/e2e/test_load_client.py`.
+"""
+
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loadtest.prompts import CLASSES, Prompt, cycle
+from loadtest.record import read_records
+from loadtest.self_check import run_locust
+from tests.e2e.test_serve import START_SECONDS, free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_STREAMS, NUM_REQUESTS, MAX_TOKENS, NUM_ROUNDS = 4, 4, 48, 4
+TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds of each answer, in the order they ended."""
+
+    first: list[float]
+    per_token: list[float]
+    end_to_end: list[float]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    log = tmp_path_factory.mktemp("serve") / "serve.txt"
+    port = free_port()
+    with log.open("w") as out:
+        command = [sys.executable, "-m", "app.cli", "serve", "--port", str(port)]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while "serving smollm2 at" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def body_of(prompt: Prompt) -> dict[str, object]:
+    return {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": prompt.text}],
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+async def ask(client: httpx.AsyncClient, prompt: Prompt, figures: Figures) -> None:
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+    counts: list[int] = []
+    sent = loop.time()
+    async with client.stream("POST", "/v1/chat/completions", json=body_of(prompt)) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                if event["choices"] and event["usage"]["completion_tokens"] > (counts[-1] if counts else 0):
+                    times.append(loop.time())
+                    counts.append(event["usage"]["completion_tokens"])
+    figures.end_to_end.append(loop.time() - sent)
+    figures.first.append(times[0] - sent)
+    figures.per_token.append((times[-1] - times[0]) / (counts[-1] - counts[0]))
+
+
+async def closed_loop(url: str) -> Figures:
+    """Ask as Locust's users do: stream k begins with the k-th prompt."""
+    figures = Figures([], [], [])
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def stream(idx: int) -> None:
+            for prompt in islice(cycle(list(CLASSES), start=idx), NUM_REQUESTS):
+                await ask(client, prompt, figures)
+
+        await asyncio.gather(*(stream(idx) for idx in range(NUM_STREAMS)))
+    return figures
+
+
+def locust_loop(url: str, path: Path) -> Figures:
+    streams = ["-u", str(NUM_STREAMS), "-r", str(NUM_STREAMS), "--requests", str(NUM_REQUESTS)]
+    run_locust(url, path, [*streams, "--max-tokens", str(MAX_TOKENS)])
+    records = list(read_records([path]))
+    assert [record.error for record in records] == [None] * (NUM_STREAMS * NUM_REQUESTS)
+    return Figures(
+        [record.time_to_first_token for record in records],
+        [record.time_per_output_token for record in records],
+        [record.end_to_end for record in records],
+    )
+
+
+def test_locust_agrees_with_an_independent_client(url, tmp_path):
+    asyncio.run(closed_loop(url))  # both then find every prompt in the prefix cache
+    found: dict[str, list[Figures]] = {"locust": [], "asyncio": []}
+    for idx in range(NUM_ROUNDS):
+        for name in ("locust", "asyncio") if idx % 2 else ("asyncio", "locust"):
+            found[name].append(
+                locust_loop(url, tmp_path / "load.jsonl")
+                if name == "locust"
+                else asyncio.run(closed_loop(url))
+            )
+    for figure in ("first", "per_token", "end_to_end"):
+        left, right = (
+            statistics.median(value for run in found[name] for value in getattr(run, figure))
+            for name in ("locust", "asyncio")
+        )
+        assert left == pytest.approx(right, rel=TOLERANCE, abs=0.002), figure
