@@ -6,6 +6,7 @@
 import sys
 from collections.abc import Iterator
 
+from app.dispatch_metrics import dispatch_families
 from app.http_counts import RESPONSES, RESPONSES_LABELS
 from app.metrics import (
     BUSY,
@@ -20,6 +21,7 @@ from app.metrics import (
     PATH_LENGTH,
     Labelled,
 )
+from app.replica_metrics import replica_families
 
 Row = tuple[str, str, str, str]  # name, type, labels, meaning
 
@@ -84,6 +86,10 @@ def rows() -> Iterator[Row]:
         for metric in metrics:
             labels = [metric.label] if isinstance(metric, Labelled) else []
             yield metric.name, kind, _code(labels), metric.text
+    for family in (*replica_families(()), *dispatch_families(())):
+        labels = [label for label in vars(family)["_labelnames"] if label not in LABELS]
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield name, family.type, _code(labels), family.documentation
     yield CALLS[0], "counter", _code(["outcome"]), CALLS[1]
     yield BUSY[0], "counter", "", BUSY[1]
     yield PATH_LENGTH[0], "histogram", _code(["draft_digest"]), PATH_LENGTH[1]

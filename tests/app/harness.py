@@ -22,7 +22,7 @@ from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
-from engine import EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+from engine import DraftState, DraftStatus, EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
 from engine.dispatch_stats import ArmTotal, DispatchStats
 from ops.tracing.context import TraceContext
 
@@ -164,6 +164,7 @@ class SpokenEngine:
             accepted_by_depth=(15, 7, 3),
             steps_by_tree=(("chain-3", 8), ("off", 2)),
             step_seconds=1.5,
+            draft=DraftStatus(self.facts.draft_digest, DraftState.SERVING),
             dispatch=self.dispatch,
         )
 
