@@ -22,7 +22,16 @@ from app.ingress import FrontDoor, Ingress, Messages
 from app.metrics import ReplicaSnapshot
 from app.server import LLMServer, ModelCard
 from app.tokenizer import Tokenizer
-from engine import DraftState, DraftStatus, EngineFacts, EngineStats, FinishReason, Request, SequenceDelta
+from engine import (
+    NO_DRAFT,
+    DraftState,
+    DraftStatus,
+    EngineFacts,
+    EngineStats,
+    FinishReason,
+    Request,
+    SequenceDelta,
+)
 from engine.dispatch_stats import ArmTotal, DispatchStats
 from ops.tracing.context import TraceContext
 
@@ -164,7 +173,9 @@ class SpokenEngine:
             accepted_by_depth=(15, 7, 3),
             steps_by_tree=(("chain-3", 8), ("off", 2)),
             step_seconds=1.5,
-            draft=DraftStatus(self.facts.draft_digest, DraftState.SERVING),
+            draft=NO_DRAFT
+            if (digest := self.facts.draft_digest) is None
+            else DraftStatus(digest, DraftState.SERVING),
             dispatch=self.dispatch,
         )
 
