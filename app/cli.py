@@ -14,6 +14,7 @@ from pathlib import Path
 from app.options import DTYPES, Commands, add_model, names, non_negative_floats, positive, positive_list
 from app.options_training import add_draft, add_eval, add_synth, add_train
 from app.options_validate import add_validate
+from ops.rollout.options import add_rollout
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add_synth(commands)
     add_train(commands)
     add_draft(commands)
+    add_rollout(commands)
     _add_trees(commands)
     return parser
 

@@ -66,6 +66,30 @@ class EngineSection(_Section):
     precision: PrecisionSection = PrecisionSection()
 
 
+class AutoscalingSection(_Section):
+    """Replicas between `min_replicas` and `max_replicas`; without the latter there are `num_replicas`.
+
+    `time_per_token_s` is the objective that a replica's capacity is counted by, also for routing. The other
+    keys are those of `autoscaling.ScalingRule`.
+    """
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1)
+    time_per_token_s: float = Field(default=0.05, gt=0)
+    up_use: float = Field(default=0.85, gt=0, le=1)
+    down_use: float = Field(default=0.6, gt=0, le=1)
+    max_waiting_tokens: float = Field(default=8192.0, gt=0)
+    downscale_after_s: float = Field(default=300.0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas must be at least min_replicas, {self.min_replicas}")
+        if self.down_use >= self.up_use:
+            raise ValueError(f"down_use must be below up_use, {self.up_use}")
+        return self
+
+
 class TracingSection(_Section):
     """Where spans go: `endpoint` is http://HOST:PORT or https://HOST:PORT, None for no tracing at all.
 
@@ -92,30 +116,6 @@ class TracingSection(_Section):
         return (
             None if self.endpoint is None else open_export(self.endpoint, self.protocol, version(), replica)
         )
-
-
-class AutoscalingSection(_Section):
-    """Replicas between `min_replicas` and `max_replicas`; without the latter there are `num_replicas`.
-
-    `time_per_token_s` is the objective that a replica's capacity is counted by, also for routing. The other
-    keys are those of `autoscaling.ScalingRule`.
-    """
-
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int | None = Field(default=None, ge=1)
-    time_per_token_s: float = Field(default=0.05, gt=0)
-    up_use: float = Field(default=0.85, gt=0, le=1)
-    down_use: float = Field(default=0.6, gt=0, le=1)
-    max_waiting_tokens: float = Field(default=8192.0, gt=0)
-    downscale_after_s: float = Field(default=300.0, ge=0)
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas must be at least min_replicas, {self.min_replicas}")
-        if self.down_use >= self.up_use:
-            raise ValueError(f"down_use must be below up_use, {self.up_use}")
-        return self
 
 
 class ServerConfig(_Section):

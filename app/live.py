@@ -51,9 +51,10 @@ class LiveControl:
         limits: Limits,
         limit: Callable[[Limits], None],
         fetch: Prefetch = prefetch,
+        replica: str = "local",
     ) -> None:
         self._engine, self._limits, self._limit, self._fetch = engine, limits, limit, fetch
-        self._model = config.model
+        self._model, self._replica = config.model, replica
         self._start = LiveConfig(
             draft=None if config.draft == NO_DRAFT else config.draft,
             speculation=config.engine.speculation.mode,
@@ -67,7 +68,7 @@ class LiveControl:
     def apply(self, user_config: Any) -> None:
         """Begin to change what differs from before. Never raises; see `status`."""
         try:
-            wanted = LiveConfig.parse(user_config).over(self._start)
+            wanted = LiveConfig.parse(user_config).for_replica(self._replica).over(self._start)
         except EyasError as error:
             self._refuse("user_config", error)
             return

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.dispatch_metrics import dispatch_families
 from app.live import LiveStatus
 from app.ready import NOT_TIMED, ReadyTimes
 from app.replica_metrics import replica_families
@@ -283,12 +284,13 @@ class _Snapshots(Collector):
                 CounterMetricFamily(counter.name, counter.text, labels=_labels(counter)), counter
             )
         yield self._calls()
-        yield from replica_families(self._replicas)
         busy = CounterMetricFamily(*BUSY, labels=LABELS)
         for replica in self._replicas:
             busy.add_metric([replica.model, replica.replica], replica.busy_seconds)
         yield busy
         yield self._path_lengths()
+        yield from replica_families(self._replicas)
+        yield from dispatch_families(self._replicas)
         for name, (text, _) in HISTOGRAMS.items():
             yield self._histogram(name, text, name)
         for alias, name in HISTOGRAM_ALIASES.items():
@@ -319,11 +321,11 @@ class _Snapshots(Collector):
         """
         family = HistogramMetricFamily(*PATH_LENGTH, labels=[*LABELS, "draft_digest"])
         for replica in self._replicas:
-            if replica.stats.draft.digest is not None:
+            if (digest := replica.stats.draft.digest) is not None:
                 stats = replica.stats
                 beyond = dict(enumerate(stats.accepted_by_depth))
                 edges = [(f"{length}", stats.num_drafts - beyond.get(length, 0)) for length in PATH_LENGTHS]
-                labels = [replica.model, replica.replica, replica.stats.draft.digest]
+                labels = [replica.model, replica.replica, digest]
                 family.add_metric(labels, [*edges, ("+Inf", stats.num_drafts)], stats.num_accepted)
         return family
 

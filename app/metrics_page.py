@@ -6,8 +6,7 @@
 import sys
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily
-
+from app.dispatch_metrics import dispatch_families
 from app.http_counts import RESPONSES, RESPONSES_LABELS
 from app.metrics import (
     BUSY,
@@ -22,7 +21,7 @@ from app.metrics import (
     PATH_LENGTH,
     Labelled,
 )
-from app.replica_metrics import SOURCES
+from app.replica_metrics import replica_families
 
 Row = tuple[str, str, str, str]  # name, type, labels, meaning
 
@@ -63,10 +62,6 @@ _QUERIES = (
     ),
     ("Batch size: rows per step", "rate(eyas_decode_rows_total[1m]) / rate(eyas_steps_total[1m])"),
     ("Share of each tree", "sum by (tree) (rate(eyas_steps_by_tree_total[1m]))"),
-    (
-        "What each tree realises: tokens per second",
-        "rate(eyas_arm_tokens_total[5m]) / rate(eyas_arm_seconds_total[5m])",
-    ),
     ("Device time per step", "rate(eyas_step_seconds_total[1m]) / rate(eyas_steps_total[1m])"),
     (
         "Host gap: share of busy time in which the device waits",
@@ -91,12 +86,13 @@ def rows() -> Iterator[Row]:
         for metric in metrics:
             labels = [metric.label] if isinstance(metric, Labelled) else []
             yield metric.name, kind, _code(labels), metric.text
+    for family in (*replica_families(()), *dispatch_families(())):
+        labels = [label for label in vars(family)["_labelnames"] if label not in LABELS]
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield name, family.type, _code(labels), family.documentation
     yield CALLS[0], "counter", _code(["outcome"]), CALLS[1]
     yield BUSY[0], "counter", "", BUSY[1]
     yield PATH_LENGTH[0], "histogram", _code(["draft_digest"]), PATH_LENGTH[1]
-    for source in SOURCES:
-        kind = "counter" if source.kind is CounterMetricFamily else "gauge"
-        yield source.name, kind, _code([] if source.label is None else [source.label]), source.text
     for name, (text, _) in HISTOGRAMS.items():
         yield name, "histogram", "", text
     for alias, name in HISTOGRAM_ALIASES.items():

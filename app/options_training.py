@@ -16,6 +16,7 @@ from app.options import (
     non_negative_floats,
     positive,
 )
+from app.options_registry import add_registry
 
 
 def add_synth(commands: Commands) -> None:
@@ -163,7 +164,7 @@ def _add_objective(train: argparse.ArgumentParser) -> None:
 
 def add_draft(commands: Commands) -> None:
     """Add `eyas draft`."""
-    draft = commands.add_parser("draft", help="import, export and quantize drafts")
+    draft = commands.add_parser("draft", help="import, export, quantize and keep drafts")
     draft.set_defaults(module="app.cli_draft")
     actions = draft.add_subparsers(required=True, metavar="ACTION", dest="action")
     importing = actions.add_parser("import", help="make a draft of a head of EAGLE-1, EAGLE-3 or speculators")
@@ -180,6 +181,7 @@ def add_draft(commands: Commands) -> None:
     quantizing.add_argument("--group-size", type=positive, default=64, metavar="N", help="weights per scale")
     quantizing.add_argument("--head", action="store_true", help="quantize the output rows as well")
     add_questions(quantizing)
+    add_registry(actions)
     importing.add_argument(
         "--tap-convention",
         choices=("inputs", "outputs"),

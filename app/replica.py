@@ -65,7 +65,7 @@ class Replica:
         return Replica(
             server,
             engine,
-            LiveControl(engine, config, limits, server.limit),
+            LiveControl(engine, config, limits, server.limit, replica=name),
             config.autoscaling.time_per_token_s,
             ReadyTimes(model, load, max(0.0, core - load), first_token),
         )

@@ -10,6 +10,7 @@ from engine.detokenizer import IncrementalDetokenizer
 from engine.dispatcher.explain import explain
 from engine.dispatcher.latency import LatencyTable
 from engine.dispatcher.state import DispatchState
+from engine.draft.inspect import DraftFacts, inspect_draft
 from engine.draft_status import NO_DRAFT, DraftState, DraftStatus
 from engine.engine import Engine
 from engine.environment import enter_core_environment
@@ -53,6 +54,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "DispatchState",
+    "DraftFacts",
     "DraftMismatchError",
     "DraftState",
     "DraftStatus",
@@ -95,6 +97,7 @@ __all__ = [
     "check_config",
     "enter_core_environment",
     "explain",
+    "inspect_draft",
     "predict_bytes",
     "pull",
     "resolve_model",

@@ -148,7 +148,7 @@ class FakeHandles:
     def answer(self) -> "FakeHandles":
         return self
 
-    def remote(self, call: CompletionCall, call_id: str) -> FakeResponse:
+    def remote(self, call: CompletionCall, call_id: str, trace: object) -> FakeResponse:
         assert call is CALL
         self.call_ids.append(call_id)
         return self._responses[len(self.call_ids) - 1]

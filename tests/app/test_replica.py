@@ -14,6 +14,7 @@ import torch
 from app.admin import status_body
 from app.autoscaling import ReplicaFigures, read_figures
 from app.config import ServerConfig, load_config
+from app.http_counts import ResponseCounts
 from app.metrics import render
 from app.protocol import parse_completion
 from app.replica import Replica
@@ -108,7 +109,7 @@ async def test_streams_outlive_changes_and_say_the_same(replica: Replica, folder
     assert (snapshot.stats.draft.num_swaps, snapshot.stats.draft.num_refused) == (3, 1)
     assert snapshot.stats.draft.digest == load_draft(folder / "draft").digest
     assert snapshot.stats.num_held_blocks == 0
-    text = render([snapshot]).decode()
+    text = render([snapshot], ResponseCounts("front", frozenset())).decode()
     labels = 'model="tiny",replica="replica-1"'
     assert f"eyas_draft_swaps_total{{{labels}}} 3.0" in text
     assert f"eyas_draft_refusals_total{{{labels}}} 1.0" in text
@@ -125,7 +126,7 @@ async def test_a_replica_tells_what_it_runs_and_how_long_its_start_took(
     assert set(ready) == {"model", "load", "capture", "first_token"}
     assert all(seconds > 0 for seconds in ready.values())
     assert snapshot.ready.total == pytest.approx(sum(ready.values()))
-    text = render([snapshot]).decode()
+    text = render([snapshot], ResponseCounts("front", frozenset())).decode()
     assert f'eyas_ready_seconds{{model="tiny",phase="load",replica="replica-1"}} {ready["load"]}' in text
     body = json.loads(json.dumps(status_body([snapshot], config.model_dump(mode="json"))))
     assert body["configuration"]["engine"]["dtype"] == "float32"

@@ -146,6 +146,7 @@ LAZY_IMPORTERS: dict[str, str] = {
     "app.cli": "a command loads only what it runs: help and bench must not wait for Ray",
     "app.cli_train": "several workers need Ray Train, which is an extra and takes seconds to import",
     "benchmarks.tree_attention": "compares with xformers where it is installed",
+    "ops.rollout.cli": "a rollout on this machine must not wait for the client of Kubernetes",
     "ops.tracing.export": "the exporters are an extra, and importing gRPC takes a second",
     "app.cli_serve": "a bad configuration and a taken port are told before Ray starts, which takes seconds",
 }

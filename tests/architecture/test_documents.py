@@ -21,6 +21,7 @@ DOCUMENTS = (
     "docs/lab-notes.md",
     "docs/metrics.md",
     "docs/training.md",
+    "docs/deploy.md",
 )
 
 
