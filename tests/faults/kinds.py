@@ -88,17 +88,43 @@ KINDS: dict[str, Kind] = {
         "app/test_bad_input.py::test_bad_chat_field_is_refused_by_name",
     ),
     # Log-probabilities and grammars
-    "logprob-zero": Kind(absent="log-probabilities"),
-    "logprob-only-first": Kind(absent="log-probabilities"),
-    "logprob-past-stop": Kind(absent="log-probabilities"),
-    "logprob-path-crash": Kind(absent="log-probabilities"),
-    "side-output-misattributed": Kind(absent="outputs beside tokens"),
-    "grammar-outside-tree": Kind(absent="guided decoding"),
-    "grammar-desync-kills-engine": Kind(absent="guided decoding"),
-    "grammar-rollback": Kind(absent="guided decoding"),
-    "grammar-truncated": Kind(absent="guided decoding"),
-    "grammar-no-finish": Kind(absent="guided decoding"),
-    "grammar-cut-vocabulary": Kind(absent="guided decoding"),
+    "logprob-zero": _found(
+        "exactness/test_logprobs.py::test_every_emitted_token_has_the_targets_own_logprob"
+    ),
+    "logprob-only-first": _found(
+        "app/test_logprobs.py::test_chat_tells_every_token_with_its_true_bytes",
+        "app/test_logprobs.py::test_every_choice_has_its_own",
+    ),
+    "logprob-past-stop": _found(
+        "app/test_logprobs.py::test_stop_inside_a_run_cuts_logprobs_where_it_cuts_usage",
+        "exactness/test_logprobs.py::test_logprobs_end_with_the_stop_token_inside_an_accepted_path",
+    ),
+    "logprob-path-crash": _found(
+        "exactness/test_logprobs.py::test_every_emitted_token_has_the_targets_own_logprob",
+        "exactness/test_logprobs.py::test_prefix_hits_and_chunks_change_no_logprob",
+    ),
+    "side-output-misattributed": _found(
+        "exactness/test_logprobs.py::test_rows_that_ask_for_more_less_or_nothing_share_a_batch"
+    ),
+    "grammar-outside-tree": _found(
+        "exactness/test_guided.py::test_guided_and_plain_rows_side_by_side_equal_plain_decoding_alone",
+        "exactness/test_guided.py::test_drafts_that_are_all_wrong_change_nothing",
+    ),
+    "grammar-desync-kills-engine": _found(
+        "exactness/test_guided.py::test_a_grammar_that_breaks_fails_its_request_alone",
+        "app/test_guided.py::test_thirty_guided_calls_among_plain_ones_and_broken_ones_are_all_answered",
+    ),
+    "grammar-rollback": _found("grammar/test_xgrammar_backend.py::test_tokens_taken_back_leave_no_trace"),
+    "grammar-truncated": _found(
+        "grammar/test_xgrammar_backend.py::test_every_answer_to_a_schema_parses_and_validates"
+    ),
+    "grammar-no-finish": _found(
+        "exactness/test_guided.py::test_an_answer_may_be_empty_and_must_end_where_nothing_else_may_follow",
+        "grammar/test_xgrammar_backend.py::test_every_answer_of_kind_json_is_an_object_on_one_line",
+    ),
+    "grammar-cut-vocabulary": _found(
+        "exactness/test_guided.py::test_a_draft_head_with_a_cut_vocabulary_keeps_the_grammar"
+    ),
     # Where an answer ends
     "stop-early-in-run": _found("test_stop_strings.py::test_stop_at_each_position_of_a_run_cuts_there"),
     "cap-masks-stop": _found(
@@ -130,7 +156,9 @@ KINDS: dict[str, Kind] = {
         "scheduler/test_simulation.py::test_a_sequence_preempted_in_flight_keeps_its_tokens_and_waits_for_them",
     ),
     "placeholder-minus-one": _found("sampling/test_verify.py::test_missing_tokens_never_match"),
-    "spec-structured-preempt": Kind(absent="guided decoding"),
+    "spec-structured-preempt": _found(
+        "exactness/test_guided.py::test_preempted_rows_go_on_where_their_grammar_was"
+    ),
     "verify-hang-pool-full": _found(
         "scheduler/test_simulation.py::test_a_pool_filled_to_the_last_block_makes_progress"
     ),
@@ -194,7 +222,9 @@ KINDS: dict[str, Kind] = {
     # Checkpoints
     "vocab-mismatch": _found("draft/test_config.py::test_another_target_is_refused_by_the_first_difference"),
     "missing-d2t": _found("draft/test_formats.py::test_a_checkpoint_that_does_not_fit_is_a_clear_error"),
-    "wrong-algorithm": _found("test_engine.py::test_a_draft_that_is_never_right_is_reported_once"),
+    "wrong-algorithm": _found(
+        "test_engine.py::test_a_draft_that_is_never_right_is_given_up_and_reported_once"
+    ),
     "layout-matrix": _found(
         "draft/test_formats.py::test_an_eagle1_head_is_its_description",
         "draft/test_formats.py::test_an_eagle3_head_is_its_description",
@@ -262,7 +292,9 @@ KINDS: dict[str, Kind] = {
     "reasoning-boundary": Kind(absent="parsers of reasoning"),
     "utf8-split": _found("test_detokenizer.py::test_joined_deltas_equal_the_text_for_runs_of_any_size"),
     # Operations
-    "replica-drain": Kind(absent="a rolling update in the tests; stopping waits for streams"),
+    "replica-drain": _found(
+        "e2e/test_serve_changes.py::test_a_draft_is_replaced_and_a_replica_killed_under_load"
+    ),
     "bench-random-prompts": _found("app/test_bench.py::test_arms_alternate_and_share_their_prompts"),
     "run-variance": _found("app/test_bench.py::test_arms_alternate_and_share_their_prompts"),
     # What clients trip over
