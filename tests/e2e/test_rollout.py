@@ -25,8 +25,8 @@ from ops.rollout.dashboard import APPLICATIONS
 from ops.rollout.serve_target import parse_replicas
 from ops.rollout.state import Phase
 from ops.rollout.state_store import FileStore
+from tests.app.harness import free_port
 from tests.app.tiny_model import write_random_draft, write_random_model
-from tests.e2e.test_serve import free_port
 from tests.k8s.queries import dashboard_queries, exported, recorded, rule_queries, unknown_metrics
 
 pytestmark = pytest.mark.e2e
