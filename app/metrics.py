@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app.dispatch_metrics import dispatch_families
 from app.live import LiveStatus
 from app.ready import NOT_TIMED, ReadyTimes
 from app.replica_metrics import replica_families
@@ -290,7 +289,6 @@ class _Snapshots(Collector):
         yield busy
         yield self._path_lengths()
         yield from replica_families(self._replicas)
-        yield from dispatch_families(self._replicas)
         for name, (text, _) in HISTOGRAMS.items():
             yield self._histogram(name, text, name)
         for alias, name in HISTOGRAM_ALIASES.items():

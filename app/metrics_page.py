@@ -6,7 +6,6 @@
 import sys
 from collections.abc import Iterator
 
-from app.dispatch_metrics import dispatch_families
 from app.http_counts import RESPONSES, RESPONSES_LABELS
 from app.metrics import (
     BUSY,
@@ -86,7 +85,7 @@ def rows() -> Iterator[Row]:
         for metric in metrics:
             labels = [metric.label] if isinstance(metric, Labelled) else []
             yield metric.name, kind, _code(labels), metric.text
-    for family in (*replica_families(()), *dispatch_families(())):
+    for family in replica_families(()):
         labels = [label for label in vars(family)["_labelnames"] if label not in LABELS]
         name = f"{family.name}_total" if family.type == "counter" else family.name
         yield name, family.type, _code(labels), family.documentation

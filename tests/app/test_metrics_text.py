@@ -96,6 +96,7 @@ async def test_page_lists_exactly_what_is_exported(client: httpx.AsyncClient, en
     exported = {}
     for family in text_string_to_metric_families((await client.get("/metrics")).text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert name not in exported
         labels = {label for sample in family.samples for label in sample.labels}
         exported[name] = (family.type, labels - {"model", "replica", "le"})
     listed = {
