@@ -3,14 +3,14 @@
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class RowKind:
-    """What the acceptance of a row's drafts may depend on, as the dispatcher tells rows apart.
+class RowKind(NamedTuple):
+    """What the acceptance of a row's drafts may depend on, as the dispatcher tells rows apart. A named tuple,
+    since every row of every step hashes it.
 
     `temperature_class` is 0 for greedy rows, 1 up to temperature 0.7, else 2; `context_bucket` is 0 up to
     2,048 cached tokens, 1 up to 8,192, else 2.

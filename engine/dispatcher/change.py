@@ -3,6 +3,7 @@
 What is predicted, and what follows from an alarm, are left to `acceptance`.
 """
 
+import functools
 import math
 
 from engine.dispatcher.evidence import Counts, Outcome
@@ -29,10 +30,9 @@ class ChangeDetector:
         """Note an outcome that a step saw `times` over, at nodes whose first `width` children together are
         right with probability `predicted`.
         """
-        p = min(max(predicted, 0.01), 0.99)
-        for side, ratio in enumerate((1.0 / _ODDS_RATIO, _ODDS_RATIO)):
-            gain = math.log(ratio) if outcome.is_hit else 0.0
-            self._gains[side] += times * (gain - math.log1p((ratio - 1.0) * p))
+        fallen, risen = _log_ratios(outcome.is_hit, predicted)
+        self._gains[0] += times * fallen
+        self._gains[1] += times * risen
         self._outcomes.append((outcome, times))
 
     def alarm(self, threshold: float) -> Counts | None:
@@ -58,3 +58,14 @@ class ChangeDetector:
         found = self._since[side]
         self._sums, self._since = [0.0, 0.0], [None, None]
         return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_ratios(is_hit: bool, predicted: float) -> tuple[float, float]:
+    """Return the log-likelihood ratios of one outcome: that acceptance fell, and that it rose."""
+    p = min(max(predicted, 0.01), 0.99)
+    fallen, risen = (
+        (math.log(ratio) if is_hit else 0.0) - math.log1p((ratio - 1.0) * p)
+        for ratio in (1.0 / _ODDS_RATIO, _ODDS_RATIO)
+    )
+    return fallen, risen

@@ -4,7 +4,7 @@ At a visited node with drafted children exactly one thing happens: the child of 
 What the counts mean for a tree is left to `acceptance`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.batch import NUM_RANKS
 from engine.step_stats import RowStats
@@ -14,8 +14,7 @@ NUM_DEPTHS = 8  # deeper nodes count as the last of these
 _MAX_WEIGHT = 1e9  # far from where adding one to a count would be lost
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What happened at one visited node: the child of `rank` was right, or, with rank `width`, none of the
     first `width` ranks was.
     """

@@ -14,7 +14,7 @@ from engine.kernels.norm import scaled, warps_of_row
 def embed_rms_norm(
     token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (normed [T, H], embedded [T, H], angles [T, A]) of token_ids and positions [T] int64.
+    """Return (normed [T, H], embedded [T, H] float32, angles [T, A]) of token_ids and positions [T] int64.
 
     rows: [V, H], where an id below 0 reads row 0; table: [P, A]; weight: [H]. It waits for the
     launch before: it is the first of a pass, after whatever made the tokens.
@@ -22,7 +22,8 @@ def embed_rms_norm(
     num_tokens, size, angle_size = token_ids.shape[0], rows.shape[1], table.shape[1]
     for x in (token_ids, positions, rows, table):
         assert x.is_contiguous(), x.stride()
-    normed, embedded = rows.new_empty(num_tokens, size), rows.new_empty(num_tokens, size)
+    normed = rows.new_empty(num_tokens, size)
+    embedded = torch.empty(num_tokens, size, dtype=torch.float32, device=rows.device)
     angles = torch.empty(num_tokens, angle_size, dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(size)
     _embed_kernel[(num_tokens, 2)](

@@ -36,9 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, overlap: bool = False) ->
 def add_rms_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, overlap: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (normed, total), both [T, H]: total = residual + delta, rounded, and its `rms_norm`."""
+    """Return (normed, total), both [T, H]: total = residual + delta in the residual's dtype, and its
+    `rms_norm` in delta's.
+    """
     num_tokens, size = residual.shape
-    total, normed = residual.new_empty(num_tokens, size), residual.new_empty(num_tokens, size)
+    total, normed = residual.new_empty(num_tokens, size), delta.new_empty(num_tokens, size)
     block = triton.next_power_of_2(size)
     _add_rms_norm_kernel[(num_tokens,)](
         _rows(delta),

@@ -16,7 +16,9 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class LayerOps(Protocol):
-    """What a decoder layer does besides its products. Every implementation rounds where torch's does."""
+    """What a decoder layer does besides its products. Every implementation rounds where torch's does, but
+    that it may begin a residual in float32, which then stays so.
+    """
 
     def embed(
         self, token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
@@ -30,7 +32,9 @@ class LayerOps(Protocol):
         """Return x [T, H] scaled to unit root mean square, times weight [H]; rounded once."""
 
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (`norm` of the new residual, the new residual residual + delta), both [T, H]."""
+        """Return (`norm` of the new residual, in delta's dtype, the new residual residual + delta), [T,
+        H].
+        """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [T, I], of gate_up [T, 2 * I]."""
@@ -69,7 +73,7 @@ class TorchOps:
 
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + delta
-        return self.norm(residual, weight, eps), residual
+        return self.norm(residual, weight, eps).to(delta.dtype), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -86,8 +86,8 @@ class LlamaForCausalLM(nn.Module):
             if layer_idx in self.taps:
                 tapped[layer_idx] = residual
         tapped[len(layers)] = x
-        features = [tapped[tap] for tap in self.taps] or [residual[:, :0]]
-        return TargetOutput(x, torch.cat(features, dim=-1))
+        features = [tapped[tap] for tap in self.taps] or [x[:, :0]]
+        return TargetOutput(x, torch.cat(features, dim=-1).to(x.dtype))
 
     def use(self, ops: LayerOps) -> None:
         """Run on other ops than torch's, such as the kernels of a GPU."""

@@ -97,9 +97,22 @@ def test_embed_equals_torch(ops, dtype, size, num_tokens):
     given = token_ids, positions, rows, table, weight, EPS
     (normed, embedded, angles), expected = ops.embed(*given), TORCH.embed(*given)
     assert_last_place(normed, expected[0])
-    assert torch.equal(embedded, expected[1])
+    assert embedded.dtype is torch.float32  # where the residual of a network begins
+    assert torch.equal(embedded, expected[1].float())
     for mine, other in zip(angles, expected[2], strict=True):
         assert torch.equal(mine, other)
+
+
+@on_both
+@in_dtypes
+@pytest.mark.parametrize("size", SIZES)
+def test_a_residual_in_float32_is_added_to_without_rounding(ops, dtype, size):
+    delta, weight = draw(5, size, dtype=dtype), draw(size, dtype=dtype, seed=1)
+    residual = draw(5, size, dtype=torch.float32, scale=30.0, seed=2)
+    normed, total = ops.add_norm(delta, residual, weight, EPS)
+    assert total.dtype is torch.float32
+    assert torch.equal(total, residual + delta.float())
+    assert_last_place(normed, TORCH.add_norm(delta, residual, weight, EPS)[0])
 
 
 @on_both
