@@ -16,9 +16,7 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class LayerOps(Protocol):
-    """What a decoder layer does besides its products. Every implementation rounds where torch's does, but
-    that it may begin a residual in float32, which then stays so.
-    """
+    """What a layer does besides its products. All round where torch does; a residual may be in float32."""
 
     def embed(
         self, token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
