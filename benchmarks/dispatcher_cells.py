@@ -207,8 +207,10 @@ def main() -> int:
     random.Random(0).shuffle(cells)  # noqa: S311 - which cells are measured is no secret
     left_out = cells[options.cells :] if options.cells else []
     cells = cells[: options.cells] if options.cells else cells
-    left_out += [cell for cell in cells if not _fits(options, cell)]
-    cells = [cell for cell in cells if cell not in left_out]
+    while cells and not _fits(options, cells):
+        widest = max(cells, key=lambda cell: (cell.batch * cell.context, str(cell)))
+        cells.remove(widest)
+        left_out.append(widest)
     bench = Bench(options.model, cells, options.tokens, options.block_size)
     print(f"steps timed in {bench.calibration_seconds:.1f} s; arms: {', '.join(bench.trees)}")
     print(
@@ -237,11 +239,11 @@ def main() -> int:
     return 0 if num_within == len(results) else 1
 
 
-def _fits(options: argparse.Namespace, cell: Cell) -> bool:
-    """Return whether the device has memory for a cell, its widest trees included."""
+def _fits(options: argparse.Namespace, cells: Sequence[Cell]) -> bool:
+    """Return whether the device has memory for one engine for all cells, its widest trees included."""
     if not torch.cuda.is_available():
         return True
-    config = _config(options.model, (cell,), options.tokens, options.block_size)
+    config = _config(options.model, cells, options.tokens, options.block_size)
     assert config.num_blocks is not None
     needed = predict_bytes(shape_of(options.model), config, config.num_blocks, MAX_NODES)
     return needed < _DEVICE_SHARE * torch.cuda.mem_get_info()[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.attention.reference import ReferenceAttention
+from engine.runner.graphs import CaptureMemoryError
 from tests.exactness.head import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
 
@@ -68,6 +69,23 @@ def test_rows_with_trees_of_their_own_share_a_replay(sampling):
     graphs = engine._runner._graphs
     assert graphs.num_replays > 0
     assert {"off", "tree-64", "chain-2"} <= {name for name, _ in engine.stats().steps_by_tree}
+
+
+def test_a_capture_without_memory_is_refused_and_leaves_the_engine_as_it_was():
+    target = build_target().cuda()
+    plain = run(build_engine(target, None, EngineShape()), requests("greedy"))
+    engine = captured_engine(EngineShape(mode="chain-3"), target)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        with pytest.raises(CaptureMemoryError, match=r"over tree-64: lower max_num_seqs.*out of memory"):
+            engine.capture("tree-64", 9)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert run(engine, requests("greedy")) == plain
+    engine.capture("tree-64", 9)  # nothing of the failed one is in the way
+    assert run(engine, requests("greedy", trees=("tree-64",))) == plain
 
 
 def test_preempted_rows_go_on_in_replays():
