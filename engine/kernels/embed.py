@@ -14,7 +14,9 @@ from engine.kernels.norm import scaled, warps_of_row
 def embed_rms_norm(
     token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (normed [T, H], embedded [T, H] float32, angles [T, A]) of token_ids and positions [T] int64.
+    """Return (normed [T, H], embedded, angles [T, A]) of token_ids and positions [T] int64.
+
+    embedded: [2, T, H], as `norm.add_rms_norm` takes it, or [T, H] where rows are float32.
 
     rows: [V, H], where an id below 0 reads row 0; table: [P, A]; weight: [H]. It waits for the
     launch before: it is the first of a pass, after whatever made the tokens.
@@ -23,13 +25,15 @@ def embed_rms_norm(
     for x in (token_ids, positions, rows, table):
         assert x.is_contiguous(), x.stride()
     normed = rows.new_empty(num_tokens, size)
-    embedded = torch.empty(num_tokens, size, dtype=torch.float32, device=rows.device)
+    is_split = rows.dtype != torch.float32
+    embedded = rows.new_empty(*(2,) * is_split, num_tokens, size)
     angles = torch.empty(num_tokens, angle_size, dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(size)
     _embed_kernel[(num_tokens, 2)](
         *(token_ids, positions, rows, table, weight, normed, embedded, angles, size, angle_size, eps),
         BLOCK=block,
         BLOCK_ANGLES=triton.next_power_of_2(angle_size),
+        IS_SPLIT=is_split,
         num_warps=warps_of_row(block),
     )
     return normed, embedded, angles
@@ -57,6 +61,7 @@ def _embed_kernel(
     eps,
     BLOCK: tl.constexpr,
     BLOCK_ANGLES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
@@ -66,6 +71,9 @@ def _embed_kernel(
         token_id = tl.maximum(tl.load(token_ids + token), 0)
         values = tl.load(rows + token_id * size + element, is_element, 0.0)
         tl.store(embedded + token * size + element, values, is_element)
+        if IS_SPLIT:
+            rest = embedded + tl.num_programs(0).to(tl.int64) * size
+            tl.store(rest + token * size + element, tl.zeros_like(values), is_element)
         result = scaled(values.to(tl.float32), scale, size, eps)
         tl.store(normed + token * size + element, result.to(normed.dtype.element_ty), is_element)
     else:

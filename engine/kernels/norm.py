@@ -4,6 +4,7 @@ Numbers are rounded where torch's fused norm rounds them: float32 inside, once a
 kernels is left to `layers/triton_ops`.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,11 +37,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, overlap: bool = False) ->
 def add_rms_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, overlap: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (normed, total), both [T, H]: total = residual + delta in the residual's dtype, and its
-    `rms_norm` in delta's.
+    """Return (normed [T, H], total): total = residual + delta [T, H], rounded, and its `rms_norm`.
+
+    A residual [2, T, H] is a sum of two numbers, the second what rounding to the first left: so twice the
+    digits are kept, and loads and stores stay as wide as those of delta. So is the total then.
     """
-    num_tokens, size = residual.shape
-    total, normed = residual.new_empty(num_tokens, size), delta.new_empty(num_tokens, size)
+    num_tokens, size = delta.shape
+    total, normed = torch.empty_like(residual, memory_format=torch.contiguous_format), torch.empty_like(delta)
     block = triton.next_power_of_2(size)
     _add_rms_norm_kernel[(num_tokens,)](
         _rows(delta),
@@ -49,10 +52,12 @@ def add_rms_norm(
         normed,
         total,
         delta.stride(0),
+        residual.stride(-2),
         residual.stride(0),
         size,
         eps,
         BLOCK=block,
+        IS_SPLIT=residual.dim() == 3,
         OVERLAP=overlap,
         num_warps=warps_of_row(block),
         launch_pdl=overlap,
@@ -100,9 +105,11 @@ def _add_rms_norm_kernel(
     total_ptr,
     delta_stride,
     residual_stride,
+    residual_rest,
     size,
     eps,
     BLOCK: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -112,8 +119,17 @@ def _add_rms_norm_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     delta = tl.load(delta_ptr + row * delta_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_column, other=0.0)
-    total = (residual.to(tl.float32) + delta).to(total_ptr.dtype.element_ty)
-    tl.store(total_ptr + row * size + column, total, mask=is_column)
-    normed = scaled(total.to(tl.float32), weight, size, eps)
+    residual = residual_ptr + row * residual_stride + column
+    total = tl.load(residual, mask=is_column, other=0.0).to(tl.float32) + delta
+    if IS_SPLIT:
+        total += tl.load(residual + residual_rest, mask=is_column, other=0.0).to(tl.float32)
+    rounded = total.to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + row * size + column, rounded, mask=is_column)
+    if IS_SPLIT:
+        rest = (total - rounded.to(tl.float32)).to(total_ptr.dtype.element_ty)
+        total_rest = total_ptr + tl.num_programs(0).to(tl.int64) * size
+        tl.store(total_rest + row * size + column, rest, mask=is_column)
+    else:
+        total = rounded.to(tl.float32)
+    normed = scaled(total, weight, size, eps)
     tl.store(normed_ptr + row * size + column, normed.to(normed_ptr.dtype.element_ty), mask=is_column)

@@ -16,12 +16,12 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class LayerOps(Protocol):
-    """What a layer does besides its products. All round where torch does; a residual may be in float32."""
+    """What a layer does besides its products, rounded where torch does; residuals are of its own form."""
 
     def embed(
         self, token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Angles]:
-        """Return (`norm` of the embedded tokens, the embedded tokens, both [T, H], and their angles).
+        """Return (`norm` of the embedded tokens [T, H], these as a residual, and their angles).
 
         token_ids, positions: [T] int64, where an id below 0 reads row 0; rows: [V, H]; table: `Rotary`'s.
         """
@@ -30,9 +30,10 @@ class LayerOps(Protocol):
         """Return x [T, H] scaled to unit root mean square, times weight [H]; rounded once."""
 
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (`norm` of the new residual, in delta's dtype, the new residual residual + delta), [T,
-        H].
-        """
+        """Return (`norm` of the new residual [T, H], the new residual residual + delta [T, H])."""
+
+    def tap(self, residual: Tensor) -> Tensor:
+        """Return a residual rounded, [T, H]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [T, I], of gate_up [T, 2 * I]."""
@@ -71,7 +72,10 @@ class TorchOps:
 
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + delta
-        return self.norm(residual, weight, eps).to(delta.dtype), residual
+        return self.norm(residual, weight, eps), residual
+
+    def tap(self, residual: Tensor) -> Tensor:
+        return residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
