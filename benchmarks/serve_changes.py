@@ -170,6 +170,7 @@ async def check_kill(site: Site) -> dict[str, Any]:
 
     async def kill() -> None:
         nonlocal seconds
+        await site.until(all_stream, 60)
         os.kill(replica_pids()[0], signal.SIGKILL)
         killed = time.monotonic()
         async with httpx.AsyncClient(timeout=30) as client:
@@ -247,6 +248,12 @@ def all_serve(status: dict[str, Any], digest: str) -> bool:
     return len(drafts) == 2 and all(
         draft["digest"] == digest and draft["state"] == "serving" for draft in drafts
     )
+
+
+def all_stream(status: dict[str, Any]) -> bool:
+    """Return whether both replicas are amid streams, so that killing either breaks some."""
+    replicas = status["replicas"]
+    return len(replicas) == 2 and all(replica["stats"]["num_running"] >= 2 for replica in replicas)
 
 
 def blocks_are_free(status: dict[str, Any]) -> bool:
