@@ -253,7 +253,7 @@ def all_serve(status: dict[str, Any], digest: str) -> bool:
 def all_stream(status: dict[str, Any]) -> bool:
     """Return whether both replicas are amid streams, so that killing either breaks some."""
     replicas = status["replicas"]
-    return len(replicas) == 2 and all(replica["stats"]["num_running"] >= 2 for replica in replicas)
+    return len(replicas) == 2 and all(replica["requests"]["running"] >= 2 for replica in replicas)
 
 
 def blocks_are_free(status: dict[str, Any]) -> bool:

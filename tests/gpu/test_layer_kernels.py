@@ -122,7 +122,8 @@ def test_a_residual_of_two_numbers_keeps_twice_the_digits(ops, dtype, size):
     # Once rounded, twenty sums would each be off by up to half a unit in the last place of about 30: 2^-4.
     torch.testing.assert_close(found, exact, rtol=0, atol=20 * 128 * LAST_PLACE[dtype] ** 2)
     assert torch.equal(ops.tap(residual), residual[0])
-    # Not always the nearest: of two that are equally near the sum rounds to one, its digits here to the other.
+    # Not always the nearest: of two that are equally near the sum rounds to one, its digits here to the
+    # other.
     torch.testing.assert_close(residual[0], found.to(dtype), rtol=LAST_PLACE[dtype], atol=0)
     assert_last_place(normed, TORCH.norm(found.float(), weight.float(), EPS).to(dtype))
 
