@@ -249,7 +249,7 @@ def _walk(ranks: Sequence[int], tree: TreeTopology) -> Verdict:
 
 def stats_of(row: SimulatedRow, tree: TreeTopology, verdict: Verdict) -> RowStats:
     ranks, next_rank = verdict
-    return RowStats(tree, len(ranks), ranks, next_rank, kind=row.kind, sequence_idx=row.sequence_idx)
+    return RowStats(tree, len(ranks), ranks, next_rank, kind=row.kind, sequence_idxs=(row.sequence_idx,))
 
 
 def scaled(profile: Profile, lean: float) -> Profile:

@@ -3,7 +3,7 @@
 Device tensors are built from it in `runner` only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.logprobs import Logprobs
@@ -91,13 +91,12 @@ class StepPlan:
 
     def without(self, slot: int) -> "StepPlan":
         """Return the step without all that concerns one slot."""
-        return StepPlan(
-            step_idx=self.step_idx,
+        return replace(
+            self,
             admissions=tuple(admission for admission in self.admissions if admission.slot != slot),
             growths=tuple(growth for growth in self.growths if growth.slot != slot),
             chunks=tuple(chunk for chunk in self.chunks if chunk.slot != slot),
             rows=tuple(row for row in self.rows if row.slot != slot),
-            max_prefix_len=self.max_prefix_len,
         )
 
 

@@ -33,13 +33,15 @@ class Counters:
         """Count one collected step and what its sequences kept of it."""
         self.num_steps += 1
         self.step_seconds += stats.seconds
-        for tree, num_rows in Counter(row.topology for row in stats.rows).items():
+        for row in stats.rows:
+            tree, num_rows = row.topology, row.num_rows
             self.num_drafts += num_rows * (tree.num_drafts > 0)
             self.num_drafted += num_rows * tree.num_drafts
             self.steps_by_tree[tree.name] += num_rows
-        for num_accepted, num_rows in Counter(delta.num_accepted_in_step for delta in deltas).items():
+        for num_accepted, num_rows in Counter([delta.num_accepted_in_step for delta in deltas]).items():
             self.num_accepted += num_rows * num_accepted
-            self.accepted_by_depth.update(dict.fromkeys(range(num_accepted), num_rows))
+            for depth in range(num_accepted):
+                self.accepted_by_depth[depth] += num_rows
         num_tokens = [len(delta.token_ids) for delta in deltas]
         self.num_calls += len(num_tokens) - num_tokens.count(0)  # a failed sequence gained nothing
         self.num_output_tokens += sum(num_tokens)

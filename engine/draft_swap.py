@@ -93,17 +93,20 @@ class DraftSwap:
         if self._num_foreign:
             self._num_foreign -= 1
             return
-        rows = [row for row in stats.rows if row.topology.num_drafts]
-        num_drafted = sum(row.topology.num_drafts for row in rows)
-        num_accepted = sum(row.num_accepted for row in rows)
+        num_trees = num_drafted = num_accepted = 0
+        for row in stats.rows:
+            num_rows = row.num_rows
+            num_trees += num_rows * (row.topology.num_drafts > 0)
+            num_drafted += num_rows * row.topology.num_drafts
+            num_accepted += num_rows * row.num_accepted
         status = self._status
         self._status = replace(
             status,
-            num_drafts=status.num_drafts + len(rows),
+            num_drafts=status.num_drafts + num_trees,
             num_drafted=status.num_drafted + num_drafted,
             num_accepted=status.num_accepted + num_accepted,
         )
-        self._window = window = self._window.after(len(rows), num_accepted)
+        self._window = window = self._window.after(num_trees, num_accepted)
         if window.is_full:
             if window.num_accepted < _LEAST_ACCEPTED and not self._status.is_off:
                 text = f"{window.num_trees} trees had {window.num_accepted} draft tokens accepted"

@@ -89,6 +89,14 @@ class Deltas:
     deltas: tuple[SequenceDelta, ...]
     num_added: int
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel by columns: pickle would ask every delta how it is to be copied."""
+        return _deltas, (tuple(zip(*self.deltas, strict=True)), self.num_added)
+
+
+def _deltas(columns: tuple[tuple[object, ...], ...], num_added: int) -> Deltas:
+    return Deltas(tuple(map(SequenceDelta._make, zip(*columns, strict=True))), num_added)
+
 
 ClientMessage = Add | Abort | AskStats | LoadDraft | Switch | Shutdown
 CoreMessage = Ready | Failed | Refused | Deltas | EngineStats

@@ -2,6 +2,7 @@
 `dispatcher/acceptance`.
 """
 
+import sys
 from bisect import bisect_left
 from typing import NamedTuple
 
@@ -26,10 +27,16 @@ class RowKind(NamedTuple):
         temperature_class = bisect_left(_TEMPERATURE_EDGES, sampling.temperature)
         return _KINDS[temperature_class][bisect_left(_CONTEXT_EDGES, num_cached)]
 
+    @property
+    def max_context(self) -> int:
+        """The most cached tokens of a row of this kind."""
+        return _CONTEXT_ENDS[self.context_bucket]
+
 
 ANY_KIND = RowKind()  # of rows about which nothing is said
 _TEMPERATURE_EDGES = (0.0, 0.7)
 _CONTEXT_EDGES = (2048, 8192)
+_CONTEXT_ENDS = (*_CONTEXT_EDGES, sys.maxsize)
 _KINDS = tuple(
     tuple(RowKind(temperature_class, context_bucket=bucket) for bucket in range(3))
     for temperature_class in range(3)

@@ -3,18 +3,23 @@
 What follows from it is left to them.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.batch import NUM_RANKS, DecodeRow, Load, RowResult, StepPlan, StepResult
+from engine.batch import NUM_RANKS, Load, StepPlan, StepResult
 from engine.row_kind import ANY_KIND, RowKind
 from engine.tree.topology import TreeTopology
 
+_Verdict = tuple[TreeTopology, RowKind, tuple[int, ...], int | None, int]
+
 
 class RowStats(NamedTuple):
-    """One decode row of a collected step; `num_accepted` counts drafts, before any stop rule cut them, and
-    `path_ranks` are their ranks from the root down. `next_rank` and `num_ranks` are those of `RowResult`;
-    `kind` and `sequence_idx` are those of `DecodeRow`.
+    """Decode rows of a collected step that did the same: of a large batch only a few did not.
+
+    `num_accepted` counts drafts of each, before any stop rule cut them, and `path_ranks` are their ranks from
+    the root down. `next_rank` and `num_ranks` are those of `RowResult`, `kind` that of `DecodeRow`, and
+    `sequence_idxs` says whose rows they are.
     """
 
     topology: TreeTopology
@@ -23,7 +28,11 @@ class RowStats(NamedTuple):
     next_rank: int | None = None
     num_ranks: int = NUM_RANKS
     kind: RowKind = ANY_KIND
-    sequence_idx: int = 0
+    sequence_idxs: tuple[int, ...] = (0,)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sequence_idxs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +45,29 @@ class StepStats:
     num_prefill_tokens: int
     seconds: float
 
+    @property
+    def num_rows(self) -> int:
+        return sum([row.num_rows for row in self.rows])
+
     @staticmethod
     def of(plan: StepPlan, load: Load, result: StepResult) -> "StepStats":
         """Return what `plan`, chosen by `load`, turned out to do."""
-        rows = tuple(map(_row_stats, plan.rows, result.rows))
-        num_prefill = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        alike: dict[_Verdict, list[int]] = defaultdict(list)
+        for row, answer in zip(plan.rows, result.rows, strict=True):
+            verdict = (row.topology, row.kind, answer.path, answer.next_rank, answer.num_ranks)
+            alike[verdict].append(row.sequence_idx)
+        rows = tuple([_row_stats(*verdict, tuple(idxs)) for verdict, idxs in alike.items()])
+        num_prefill = sum([len(chunk.token_ids) for chunk in plan.chunks])
         return StepStats(plan.step_idx, load, rows, num_prefill, result.seconds)
 
 
-def _row_stats(row: DecodeRow, answer: RowResult) -> RowStats:
-    ranks = row.topology.ranks
-    return RowStats(
-        topology=row.topology,
-        num_accepted=len(answer.token_ids) - 1,
-        path_ranks=tuple([ranks[node] for node in answer.path]),
-        next_rank=answer.next_rank,
-        num_ranks=answer.num_ranks,
-        kind=row.kind,
-        sequence_idx=row.sequence_idx,
-    )
+def _row_stats(
+    topology: TreeTopology,
+    kind: RowKind,
+    path: tuple[int, ...],
+    next_rank: int | None,
+    num_ranks: int,
+    sequence_idxs: tuple[int, ...],
+) -> RowStats:
+    ranks = tuple([topology.ranks[node] for node in path])
+    return RowStats(topology, len(path), ranks, next_rank, num_ranks, kind, sequence_idxs)

@@ -4,13 +4,13 @@ What a step costs is left to `latency`, the choice of a tree to `control`.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.batch import NUM_RANKS
 from engine.dispatcher.change import ChangeDetector
-from engine.dispatcher.evidence import NUM_DEPTHS, Counts, Outcome, outcomes_of, row_key
+from engine.dispatcher.evidence import NUM_DEPTHS, Counts, Outcome, Seen, outcomes_of
 from engine.dispatcher.posterior import Estimate, estimate, tilt, variance_of_tokens
 from engine.row_kind import RowKind
 from engine.step_stats import RowStats
@@ -22,7 +22,6 @@ DISTRUST = 4.0  # the same, once an alarm has shown that what came before no lon
 HALF_LIFE = 8192.0  # visited nodes; a break is left to the change detector
 _LEAST_KNOWN = 128.0  # visited roots from which on there is something that can break
 _FADE = 0.5 ** (1.0 / HALF_LIFE)
-_MAX_KNOWN = 4096  # rows whose outcomes are kept: the same few come again and again
 MAX_TILTED_ROWS = 8  # in larger batches requests average out
 _FIRST_SPREAD = 0.3  # variance of requests' log odds around their kind's, before any has ended
 _SPREADS = (0.02, 1.0)  # bounds of what is learnt for it
@@ -72,14 +71,15 @@ class _Cell:
         self.strength = PRIOR_STRENGTH
         self.detector = ChangeDetector()
 
-    def observe(self, outcome: Outcome, predicted: float, times: int) -> None:
-        self.counts.add(outcome, times)
-        self.detector.observe(outcome, predicted, times)
-
-    def reset_on_alarm(self, threshold: float) -> bool:
-        """Begin again from what was seen since acceptance broke, where it did."""
-        since = self.detector.alarm(threshold)
-        if since is None or self.counts.tries(0, 0) < _LEAST_KNOWN:
+    def observe(self, step: Sequence[Seen], threshold: float) -> bool:
+        """Learn from one step, whose outcomes have no order: what was known before them fades at once. Where
+        acceptance broke, begin again from what was seen since, and return True.
+        """
+        self.counts.fade(_FADE ** sum([seen.times for seen in step]))
+        for seen in step:
+            self.counts.add(seen.outcome, seen.times)
+        since = self.detector.observe(step, threshold)
+        if since is None or self.counts.tries(0)[0] < _LEAST_KNOWN:
             return False
         self.counts = since
         self.strength = DISTRUST
@@ -101,7 +101,6 @@ class AcceptanceModel:
         self._mix: Counter[RowKind] = Counter()  # of the latest step
         self._kind_of: dict[int, RowKind] = {}
         self._estimates: dict[RowKind | None, Estimate] = {}
-        self._known_outcomes: dict[tuple[object, ...], tuple[Outcome, ...]] = {}
         self.num_alarms = 0
 
     def observe(self, rows: Sequence[RowStats], threshold: float) -> bool:
@@ -109,11 +108,9 @@ class AcceptanceModel:
         the evidence in nats that this takes.
         """
         self._meet(rows)
-        for kind, outcome, times, predicted in self._seen(rows):
-            for owner in (self._cell(kind), self._whole):
-                owner.counts.fade(_FADE**times)
-                owner.observe(outcome, predicted, times)
-        alarms = [cell.reset_on_alarm(threshold) for cell in (*self._cells.values(), self._whole)]
+        step = self._see_each(rows) if self._tilts else self._see_all(rows)
+        alarms = [self._cell(kind).observe(step.get(kind, ()), threshold) for kind in {*self._cells, *step}]
+        alarms.append(self._whole.observe([seen for kind in step.values() for seen in kind], threshold))
         if any(alarms):
             self.num_alarms += 1
             self._tilts = {idx: Tilt(self._spread) for idx in self._tilts}
@@ -154,49 +151,48 @@ class AcceptanceModel:
 
     def _meet(self, rows: Sequence[RowStats]) -> None:
         """Note who runs; requests that ended are forgotten."""
-        self._mix = Counter(row.kind for row in rows)
-        if len(rows) > MAX_TILTED_ROWS:
+        self._mix.clear()
+        for row in rows:
+            self._mix[row.kind] += row.num_rows
+        if self._mix.total() > MAX_TILTED_ROWS:
             self._tilts.clear()
             return
+        self._kind_of = {idx: row.kind for row in rows for idx in row.sequence_idxs}
         old = self._tilts
-        self._tilts = {row.sequence_idx: old.get(row.sequence_idx) or Tilt(self._spread) for row in rows}
+        self._tilts = {idx: old.get(idx) or Tilt(self._spread) for idx in self._kind_of}
         for idx in old.keys() - self._tilts.keys():
             # One step of expectation maximisation for the variance of a random effect.
             found = old[idx].mean ** 2 + old[idx].variance
             self._spread += _SPREAD_SHARE * (found - self._spread)
             self._spread = min(max(self._spread, _SPREADS[0]), _SPREADS[1])
-        self._kind_of = {row.sequence_idx: row.kind for row in rows}
 
-    def _seen(self, rows: Sequence[RowStats]) -> Iterator[tuple[RowKind, Outcome, int, float]]:
-        """Yield what was seen, how often, and how likely a hit was by what was known before; each request
-        learns of itself.
-        """
-        if self._tilts:
-            for row in rows:
-                known = self._tilts[row.sequence_idx]
-                for outcome in self._outcomes(row):
-                    leaning = tilt(self.estimate(row.kind).profile[outcome.depth], known.mean)
+    def _see_each(self, rows: Sequence[RowStats]) -> dict[RowKind, list[Seen]]:
+        """Return what was seen of each kind of row; each request learns of itself."""
+        step: dict[RowKind, list[Seen]] = defaultdict(list)
+        for row in rows:
+            profile = self.estimate(row.kind).profile
+            outcomes = outcomes_of(row.topology, row.path_ranks, row.next_rank, row.num_ranks)
+            for known in [self._tilts[idx] for idx in row.sequence_idxs]:
+                for outcome in outcomes:
+                    leaning = tilt(profile[outcome.depth], known.mean)
                     predicted = sum(leaning[: outcome.width])
-                    yield row.kind, outcome, 1, predicted
+                    step[row.kind].append(Seen(outcome, 1, predicted))
                     known.observe(outcome.is_hit, predicted, sum(leaning), self._spread)
-            return
-        counts: Counter[tuple[RowKind, Outcome]] = Counter()
-        for row, times in _distinct(rows):
-            for outcome in self._outcomes(row):
-                counts[row.kind, outcome] += times
-        for (kind, outcome), times in counts.items():
-            ranks = self.estimate(kind).profile[outcome.depth]
-            yield kind, outcome, times, sum(ranks[: outcome.width])
+        return step
 
-    def _outcomes(self, row: RowStats) -> tuple[Outcome, ...]:
-        key = row_key(row)
-        if key not in self._known_outcomes:
-            if len(self._known_outcomes) >= _MAX_KNOWN:
-                self._known_outcomes.clear()
-            self._known_outcomes[key] = outcomes_of(
-                row.topology, row.path_ranks, row.next_rank, row.num_ranks
-            )
-        return self._known_outcomes[key]
+    def _see_all(self, rows: Sequence[RowStats]) -> dict[RowKind, list[Seen]]:
+        """Return what was seen of each kind of row, where requests are not told apart."""
+        times: dict[RowKind, Counter[Outcome]] = defaultdict(Counter)
+        for row in rows:
+            of_kind, num_rows = times[row.kind], row.num_rows
+            for outcome in outcomes_of(row.topology, row.path_ranks, row.next_rank, row.num_ranks):
+                of_kind[outcome] += num_rows
+        return {kind: [*self._seen(kind, of_kind)] for kind, of_kind in times.items()}
+
+    def _seen(self, kind: RowKind, times: Counter[Outcome]) -> Iterator[Seen]:
+        profile = self.estimate(kind).profile
+        for outcome, num_times in times.items():
+            yield Seen(outcome, num_times, sum(profile[outcome.depth][: outcome.width]))
 
     def _cell(self, kind: RowKind) -> _Cell:
         if kind not in self._cells:
@@ -211,13 +207,3 @@ class AcceptanceModel:
         mean = sum(found.mean for found in known) / len(known)
         error = math.sqrt(sum(found.variance for found in known)) / len(known)
         return min(0.0, mean + error)
-
-
-def _distinct(rows: Sequence[RowStats]) -> Iterable[tuple[RowStats, int]]:
-    """Return rows that say different things, with how many say so."""
-    found: dict[tuple[RowKind, object], tuple[RowStats, int]] = {}
-    for row in rows:
-        key = (row.kind, row_key(row))
-        first, times = found.get(key, (row, 0))
-        found[key] = (first, times + 1)
-    return found.values()

@@ -132,7 +132,7 @@ class AdaptiveDispatcher:
         if not stats.rows:
             return
         is_off = self._held == PLAIN
-        threshold = (_ALARM_OFF if is_off else _ALARM) + math.log(len(stats.rows))
+        threshold = (_ALARM_OFF if is_off else _ALARM) + math.log(stats.num_rows)
         if self._acceptance.observe(stats.rows, threshold):
             self._is_urgent = self._is_broken = True
             self._prober.hurry()
@@ -157,7 +157,7 @@ class AdaptiveDispatcher:
         """Learn from a step whose time is that of one tree."""
         if name not in self._arms:
             return
-        batch, num_cached = len(stats.rows), stats.load.num_cached_tokens
+        batch, num_cached = stats.num_rows, stats.load.num_cached_tokens
         is_catching_up = name != PLAIN and self._num_plain_run >= _MIN_PLAIN_RUN
         if not is_catching_up:
             self._latency.observe(name, batch, num_cached, stats.seconds)
@@ -165,7 +165,8 @@ class AdaptiveDispatcher:
         if not is_judged or not self._latency.is_measured(PLAIN, batch):
             return
         plain_tokens = batch * stats.seconds / self._latency.seconds(PLAIN, batch, num_cached)
-        self._watchdog.observe([row.num_accepted + 1 for row in stats.rows], plain_tokens)
+        row_tokens = [row.num_accepted + 1 for row in stats.rows for _ in row.sequence_idxs]
+        self._watchdog.observe(row_tokens, plain_tokens)
         self._is_urgent = self._is_urgent or self._watchdog.num_blocked > 0
 
     def _decide(self, load: Load, is_new_load: bool) -> None:

@@ -5,8 +5,9 @@ What is predicted, and what follows from an alarm, are left to `acceptance`.
 
 import functools
 import math
+from collections.abc import Sequence
 
-from engine.dispatcher.evidence import Counts, Outcome
+from engine.dispatcher.evidence import Counts, Seen
 
 _ODDS_RATIO = 4.0  # the break it is tuned for: odds of acceptance this many times higher or lower
 _RECENCY = 0.97  # what evidence for after an alarm still weighs one outcome later
@@ -23,41 +24,33 @@ class ChangeDetector:
     def __init__(self) -> None:
         self._sums = [0.0, 0.0]
         self._since: list[Counts | None] = [None, None]
-        self._gains = [0.0, 0.0]  # of the step so far: its rows have no order
-        self._outcomes: list[tuple[Outcome, int]] = []
 
-    def observe(self, outcome: Outcome, predicted: float, times: int) -> None:
-        """Note an outcome that a step saw `times` over, at nodes whose first `width` children together are
-        right with probability `predicted`.
+    def observe(self, step: Sequence[Seen], threshold: float) -> Counts | None:
+        """Note one step, whose rows have no order. Return the outcomes since acceptance broke, where a sum
+        passed `threshold`, and start anew then.
         """
-        fallen, risen = _log_ratios(outcome.is_hit, predicted)
-        self._gains[0] += times * fallen
-        self._gains[1] += times * risen
-        self._outcomes.append((outcome, times))
-
-    def alarm(self, threshold: float) -> Counts | None:
-        """End a step. Return the outcomes since acceptance broke, where a sum passed `threshold`, and start
-        anew then.
-        """
-        for side in (0, 1):
-            self._sums[side] = max(0.0, self._sums[side] + self._gains[side])
-            if self._sums[side] == 0.0:
-                self._since[side] = None
-            else:
-                since = self._since[side] or Counts()
-                self._since[side] = since
-                # What lies far back may be from before the break.
-                num_outcomes = sum(times for _, times in self._outcomes)
-                since.fade(max(_RECENCY**num_outcomes, 1e-6))
-                for outcome, times in self._outcomes:
-                    since.add(outcome, times)
-        self._gains, self._outcomes = [0.0, 0.0], []
+        fallen = risen = 0.0
+        for outcome, times, predicted in step:
+            ratios = _log_ratios(outcome.is_hit, predicted)
+            fallen += times * ratios[0]
+            risen += times * ratios[1]
+        for side, gain in enumerate((fallen, risen)):
+            self._sums[side] = max(0.0, self._sums[side] + gain)
+            self._since[side] = _extended(self._since[side] or Counts(), step) if self._sums[side] else None
         side = 0 if self._sums[0] >= self._sums[1] else 1
         if self._sums[side] < threshold:
             return None
         found = self._since[side]
         self._sums, self._since = [0.0, 0.0], [None, None]
         return found
+
+
+def _extended(since: Counts, step: Sequence[Seen]) -> Counts:
+    """Add the outcomes of a step, before which what lies far back fades: it may be from before the break."""
+    since.fade(max(_RECENCY ** sum([seen.times for seen in step]), 1e-6))
+    for seen in step:
+        since.add(seen.outcome, seen.times)
+    return since
 
 
 @functools.lru_cache(maxsize=1024)

@@ -48,7 +48,8 @@ class LatencyModel:
 
     def __init__(self, table: LatencyTable) -> None:
         self.table = table
-        self._ratios: dict[tuple[str, int], _Ratio] = {}
+        self._ratios: dict[str, dict[int, _Ratio]] = {arm.name: {} for arm in table.arms}
+        self._whole: float | None = 0.0  # None where a step has changed it
         self._step = 0
 
     def observe(self, name: str, batch: int, num_cached: int, seconds: float) -> None:
@@ -57,8 +58,9 @@ class LatencyModel:
         expected = self.table.seconds(name, batch, num_cached)
         if seconds <= 0.0 or math.isinf(expected):
             return
-        ratio = self._ratios.setdefault((name, self.table.bucket(batch)), _Ratio())
+        ratio = self._ratios[name].setdefault(self.table.bucket(batch), _Ratio())
         ratio.observe(math.log(seconds / expected), self._step)
+        self._whole = None
 
     def seconds(self, name: str, batch: int, num_cached: float) -> float:
         """Return the seconds that a step is expected to take; infinity where it cannot run."""
@@ -76,31 +78,33 @@ class LatencyModel:
 
     def is_measured(self, name: str, batch: int) -> bool:
         """True where enough steps of this tree and batch were seen; of plain decoding, lately."""
-        ratio = self._ratios.get((name, self.table.bucket(batch)))
+        ratio = self._ratios[name].get(self.table.bucket(batch))
         if ratio is None or ratio.num_samples < _MIN_SAMPLES:
             return False
         return name != PLAIN or self._step - ratio.last_step < _STALE_AFTER
 
     def _log_ratio(self, name: str, batch: int) -> float:
-        whole = self._whole()
-        learnt = self._learnt(name, batch, whole)
+        learnt = self._learnt(name, batch)
         if name == PLAIN:
             return learnt
-        plain = self._learnt(PLAIN, batch, whole)
+        plain = self._learnt(PLAIN, batch)
         return min(max(learnt, plain - CLIPS[0]), plain + CLIPS[1])
 
-    def _learnt(self, name: str, batch: int, whole: float) -> float:
-        of_arm = [ratio.mean for (arm, _), ratio in self._ratios.items() if arm == name]
-        mean = (sum(of_arm) + whole) / (len(of_arm) + 1)
-        ratio = self._ratios.get((name, self.table.bucket(batch)))
+    def _learnt(self, name: str, batch: int) -> float:
+        ratios = self._ratios[name]
+        mean = (_sum(ratios) + self._mean()) / (len(ratios) + 1)
+        ratio = ratios.get(self.table.bucket(batch))
         if ratio is None:
             return mean
         return (ratio.num_samples * ratio.mean + mean) / (ratio.num_samples + 1)
 
-    def _whole(self) -> float:
+    def _mean(self) -> float:
         """The mean over trees that were seen, and of one that the table has right."""
-        by_arm: dict[str, list[float]] = {}
-        for (arm, _), ratio in self._ratios.items():
-            by_arm.setdefault(arm, []).append(ratio.mean)
-        means = [sum(ratios) / len(ratios) for ratios in by_arm.values()]
-        return sum(means) / (len(means) + 1)
+        if self._whole is None:
+            means = [_sum(ratios) / len(ratios) for ratios in self._ratios.values() if ratios]
+            self._whole = sum(means) / (len(means) + 1)
+        return self._whole
+
+
+def _sum(ratios: dict[int, _Ratio]) -> float:
+    return sum([ratio.mean for ratio in ratios.values()])

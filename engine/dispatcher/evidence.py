@@ -4,10 +4,10 @@ At a visited node with drafted children exactly one thing happens: the child of 
 What the counts mean for a tree is left to `acceptance`.
 """
 
+import functools
 from typing import NamedTuple
 
 from engine.batch import NUM_RANKS
-from engine.step_stats import RowStats
 from engine.tree.topology import TreeTopology
 
 NUM_DEPTHS = 8  # deeper nodes count as the last of these
@@ -28,6 +28,17 @@ class Outcome(NamedTuple):
         return self.rank < self.width
 
 
+class Seen(NamedTuple):
+    """An outcome that a step saw `times` over, at nodes whose first `width` children together are right with
+    probability `predicted`, by what was known before.
+    """
+
+    outcome: Outcome
+    times: int
+    predicted: float
+
+
+@functools.lru_cache(maxsize=4096)  # the same few come again and again
 def outcomes_of(
     topology: TreeTopology,
     path_ranks: tuple[int, ...],
@@ -56,11 +67,6 @@ def outcomes_of(
     return tuple(found)
 
 
-def row_key(row: RowStats) -> tuple[str, tuple[int, ...], int | None, int]:
-    """Return what a row's outcomes follow from: rows of one key say the same."""
-    return row.topology.name, row.path_ranks, row.next_rank, row.num_ranks
-
-
 class Counts:
     """Per depth and rank, how often a node got as far as that rank, and how often that rank was right.
 
@@ -76,11 +82,12 @@ class Counts:
     def add(self, outcome: Outcome, times: int) -> None:
         """Count one outcome `times` over."""
         amount = self._weight * times
-        tries = self._tries[outcome.depth]
-        for rank in range(min(outcome.rank + 1, outcome.width)):
+        depth, hit, width = outcome
+        tries = self._tries[depth]
+        for rank in range(min(hit + 1, width)):
             tries[rank] += amount
         if outcome.is_hit:
-            self._hits[outcome.depth][outcome.rank] += amount
+            self._hits[depth][hit] += amount
 
     def fade(self, share: float) -> None:
         """Let what was counted so far weigh `share` of what it did."""
@@ -91,8 +98,10 @@ class Counts:
                     row[:] = [value / self._weight for value in row]
             self._weight = 1.0
 
-    def tries(self, depth: int, rank: int) -> float:
-        return self._tries[depth][rank] / self._weight
+    def tries(self, depth: int) -> list[float]:
+        """Return how often a node of this depth got as far as each rank."""
+        return [value / self._weight for value in self._tries[depth]]
 
-    def hits(self, depth: int, rank: int) -> float:
-        return self._hits[depth][rank] / self._weight
+    def hits(self, depth: int) -> list[float]:
+        """Return how often each rank was right at a node of this depth."""
+        return [value / self._weight for value in self._hits[depth]]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Return the non-decreasing sequence nearest to `values` in weighted squares (Ayer et al. 1955)."""
+    if list(values) == sorted(values):
+        return list(values)
     blocks: list[tuple[float, float, int]] = []  # mean, weight, length
     for value, weight in zip(values, weights, strict=True):
         mean, total, length = value, weight, 1

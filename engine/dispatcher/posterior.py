@@ -54,27 +54,28 @@ def estimate(counts: Counts, prior: Estimate, strength: float) -> Estimate:
     shift = 0.0
     for depth, (prior_row, most) in enumerate(zip(prior.profile, prior.num_nodes, strict=True)):
         worth = min(strength, most) / (1.0 + _DOUBT * shift * shift)
-        row = _posterior_row(counts, depth, tilt(prior_row, _FOLLOW * shift), worth)
+        tries, hits = counts.tries(depth), counts.hits(depth)
+        row = _posterior_row(tries, hits, tilt(prior_row, _FOLLOW * shift), worth)
         profile.append(row)
-        num_nodes.append(counts.tries(depth, 0) + worth)
+        num_nodes.append(tries[0] + worth)
         shift = log_odds(sum(row)) - log_odds(sum(prior_row))
     return Estimate(tuple(profile), tuple(num_nodes))
 
 
-def _posterior_row(counts: Counts, depth: int, mean: Sequence[float], strength: float) -> tuple[float, ...]:
+def _posterior_row(
+    tries: Sequence[float], hits: Sequence[float], mean: Sequence[float], strength: float
+) -> tuple[float, ...]:
     """Combine by hazards, the chance of a rank once those before it failed: their trials may differ, since
     trees differ in width. Where they do not it is the mean of a Dirichlet posterior.
     """
-    row, weights = [], []
+    row = []
     is_open = prior_open = 1.0  # probability that no rank so far was right
-    for rank, p in enumerate(mean):
-        tries, hits = counts.tries(depth, rank), counts.hits(depth, rank)
-        hazard = (hits + strength * p) / (tries + strength * prior_open)
+    for num_tries, num_hits, p in zip(tries, hits, mean, strict=True):
+        hazard = (num_hits + strength * p) / (num_tries + strength * prior_open)
         row.append(is_open * min(hazard, 1.0))
-        weights.append(tries + strength)
         is_open -= row[-1]
         prior_open = max(prior_open - p, 1e-9)
-    return tuple(falling(row, weights))
+    return tuple(falling(row, [num_tries + strength for num_tries in tries]))
 
 
 def variance_of_tokens(topology: TreeTopology, estimate: Estimate) -> float:

@@ -17,7 +17,7 @@ class ArmTotals:
             return None
         name = names.pop()
         before = self._totals.get(name, ArmTotal(name, 0, 0, 0.0))
-        num_tokens = sum([row.num_accepted + 1 for row in stats.rows])
+        num_tokens = sum([row.num_rows * (row.num_accepted + 1) for row in stats.rows])
         self._totals[name] = ArmTotal(
             name, before.num_steps + 1, before.num_tokens + num_tokens, before.seconds + stats.seconds
         )

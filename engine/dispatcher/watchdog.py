@@ -39,7 +39,7 @@ class Watchdog:
         self._steps = self._steps * fade + 1.0
         self._rows = self._rows * fade + len(row_tokens)
         self._tokens = self._tokens * fade + sum(row_tokens)
-        self._squares = self._squares * fade + sum(count * count for count in row_tokens)
+        self._squares = self._squares * fade + sum([count * count for count in row_tokens])
         self._plain = self._plain * fade + plain_tokens
         self._num_healthy += 1
         if self._num_healthy >= _HEALTHY_STEPS:

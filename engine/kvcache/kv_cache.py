@@ -3,6 +3,7 @@
 When to admit, grow or preempt is left to the scheduler; K/V tensors to `kv_pool`.
 """
 
+import sys
 from dataclasses import dataclass, field
 
 from engine.kvcache.block_pool import ROOT_DIGEST, BlockPool, block_digest
@@ -103,23 +104,22 @@ class KVCache:
             sequence.block_ids.extend(new_ids)
         return new_ids
 
-    def publish(self, sequence: Sequence, num_tokens: int, draft_valid: range) -> None:
-        """Index the full blocks among the first `num_tokens` tokens, each once.
+    def publish(self, sequence: Sequence, num_tokens: int, draft_valid: range) -> int:
+        """Index the full blocks among the first `num_tokens` tokens, each once; return how many tokens it
+        takes to index another.
 
         Those tokens must be known from a collected step and their target K/V written. Draft K/V is known to
         be written, or to be written by a step already launched, for the positions in `draft_valid`.
         """
         assert num_tokens <= len(sequence.tokens), (num_tokens, len(sequence.tokens))
         if not self._enable_prefix_cache:
-            return
+            return sys.maxsize
         size, chain = self.pool.block_size, self._chains[sequence]
-        num_full = num_tokens // size
-        if num_full <= chain.num_published:
-            return
-        for idx in range(chain.num_published, num_full):
+        for idx in range(chain.num_published, num_tokens // size):
             has_draft = draft_valid.start <= idx * size and (idx + 1) * size <= draft_valid.stop
             self.pool.publish(sequence.block_ids[idx], self._digest(sequence, idx), has_draft)
             chain.num_published = idx + 1
+        return (chain.num_published + 1) * size
 
     def release(self, sequence: Sequence) -> None:
         """Give back every block, last first, so that a prefix outlives its continuations in the cache."""
@@ -140,10 +140,7 @@ class KVCache:
     def _digest(self, sequence: Sequence, idx: int) -> bytes:
         """Return the digest of full block `idx`, extending the sequence's chain up to it."""
         size = self.pool.block_size
-        chain = self._chains.get(sequence)
-        if chain is None:
-            chain = self._chains[sequence] = _Chain()
-        digests = chain.digests
+        digests = self._chains.setdefault(sequence, _Chain()).digests
         while len(digests) <= idx:
             start = len(digests) * size
             parent = digests[-1] if digests else ROOT_DIGEST

@@ -6,7 +6,7 @@ padding rows are the dummy slot. What a step computes is left to `decode_step`.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ from engine.batch import DUMMY_SLOT
 from engine.errors import ConfigError
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
 from engine.runner.guides import GuidedStep
+from engine.runner.launch_rows import LaunchRows
 from engine.runner.step_output import DecodedRows
 from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
 from engine.step_rows import StepRows
@@ -80,6 +81,7 @@ class StepGraphs:
     ) -> None:
         self._step, self._table_width, self._window, self._device = step, table_width, window, device
         self._slots = torch.full((row_bucket(max_rows),), DUMMY_SLOT, dtype=torch.int64, device=device)
+        self._held_slots: tuple[int, ...] = ()  # what `_slots` begins with, where that is known
         self._sets: dict[tuple[int, TreeShape], _StepSet] = {}
         self._memory_pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -120,7 +122,6 @@ class StepGraphs:
             ) from error
 
     def _capture(self, topology: TreeTopology, bucket: int, shape: TreeShape) -> _StepSet:
-        self._slots.fill_(DUMMY_SLOT)
         topologies = (topology,) * bucket
         tree = TreeTensors.padded(topologies, shape, self._device)
         batch = self._batch(tree, 1, SamplingFlags())
@@ -132,12 +133,7 @@ class StepGraphs:
         return _StepSet(tree, topologies, rows, widths, drafts, target, commits)
 
     def replay(
-        self,
-        slots: Sequence[int],
-        topologies: Sequence[TreeTopology],
-        num_pending: int,
-        flags: SamplingFlags,
-        guide: GuidedStep | None = None,
+        self, asked: LaunchRows, num_pending: int, guide: GuidedStep | None = None
     ) -> DecodedRows | None:
         """Enqueue one step and return what `DecodeStep.commit` does, for these rows and padding; None where
         nothing that was captured fits.
@@ -145,14 +141,12 @@ class StepGraphs:
         `num_pending` bounds the positions of any row whose draft K/V is missing. `guide` masks the target's
         logits; captured drafts are not masked, since the host would wait for every level.
         """
-        found = self._find(len(slots), topologies)
-        if found is None or flags not in found.commits:
+        found = self._find(len(asked.slots), asked.shape)
+        if found is None or asked.flags not in found.commits:
             return None
-        self._set_tree(found, tuple(topologies))
+        self._set_tree(found, asked.topologies)
         draft = self._draft(found, num_pending)
-        bucket = found.tree.num_rows
-        padded = [*slots, *[DUMMY_SLOT] * (bucket - len(slots))]
-        self._slots[:bucket].copy_(upload(padded, torch.int64, self._device))
+        self._set_slots(asked.slots + (DUMMY_SLOT,) * (found.tree.num_rows - len(asked.slots)))
         draft.graph.replay()
         if guide is not None:
             guide.read(found.rows.draft.token_ids)
@@ -160,7 +154,7 @@ class StepGraphs:
         if guide is not None:
             guide.mask_target(found.target.output.logits)
         self.num_replays += 1
-        commit = found.commits[flags]
+        commit = found.commits[asked.flags]
         commit.graph.replay()
         return commit.output
 
@@ -176,20 +170,22 @@ class StepGraphs:
         width = next((width for width in found.widths if width >= num_pending), self._window)
         width = width if found.tree.depth else 1
         if width not in found.drafts:
-            self._slots.fill_(DUMMY_SLOT)
             found.drafts[width] = self._record_draft(found.tree, found.rows, width)
         return found.drafts[width]
 
-    def _find(self, num_rows: int, topologies: Sequence[TreeTopology]) -> _StepSet | None:
+    def _find(self, num_rows: int, shape: TreeShape) -> _StepSet | None:
         """Return the smallest set that holds the rows and covers their trees."""
         bucket = row_bucket(num_rows)
-        # By identity first: to hash a tree for every row of every step would cost more than the search.
-        trees = {id(tree): tree for tree in topologies}
-        shape = TreeShape.of(trees.values())
         if (bucket, shape) in self._sets:
             return self._sets[bucket, shape]
         fitting = [key for key in self._sets if key[0] == bucket and key[1].covers(shape)]
         return self._sets[min(fitting, key=lambda key: key[1].num_nodes)] if fitting else None
+
+    def _set_slots(self, slots: tuple[int, ...]) -> None:
+        """Let the next replay run these slots; most steps run those of the step before."""
+        if slots != self._held_slots:
+            self._slots[: len(slots)].copy_(upload(slots, torch.int64, self._device))
+            self._held_slots = slots
 
     def _set_tree(self, found: _StepSet, topologies: tuple[TreeTopology, ...]) -> None:
         topologies += (topologies[0],) * (found.tree.num_rows - len(topologies))
@@ -221,6 +217,8 @@ class StepGraphs:
         """Run once on dummy rows, so that kernels are compiled and libraries have their workspaces, then
         capture.
         """
+        self._slots.fill_(DUMMY_SLOT)
+        self._held_slots = ()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             run()

@@ -36,7 +36,14 @@ class HostCopy:
 def read_answer(row: list[int], reason: str | None = None) -> RowResult:
     """Return one row of the answer of `CommittedRows`; `reason` is why it may have failed."""
     width = (len(row) - 3) // 2  # D + 1
-    token_ids = tuple([token for token in row[:width] if token >= 0])
-    path = tuple(row[width + 1 : width + len(token_ids)])
-    next_rank = None if row[-3] < 0 else row[-3]
-    return RowResult(token_ids, bool(row[-1]), path, next_rank, num_ranks=row[-2], reason=reason)
+    num_tokens = width - row[:width].count(-1)
+    next_rank, num_ranks, is_finite = row[-3:]
+    return RowResult(
+        tuple(row[:num_tokens]),
+        is_finite == 1,
+        tuple(row[width + 1 : width + num_tokens]),
+        None if next_rank < 0 else next_rank,
+        num_ranks,
+        (),
+        reason,
+    )

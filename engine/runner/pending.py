@@ -23,7 +23,7 @@ class PendingDraft:
         """Return the bound of a step over these slots, and note the step: one of roots only does no draft
         work, so its positions stay pending.
         """
-        num_pending = max(self._bounds[slot] for slot in slots)
+        num_pending = max([self._bounds[slot] for slot in slots])
         for slot in slots:
             self._bounds[slot] = depth + 1 if depth else self._bounds[slot] + 1
         return num_pending

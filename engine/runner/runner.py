@@ -4,11 +4,9 @@ What a step holds is decided by the scheduler; how a network computes is left to
 """
 
 import functools
-import operator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.batch import Admission, StepPlan
@@ -22,6 +20,7 @@ from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.draft_site import DraftSite
 from engine.runner.graphs import StepGraphs
 from engine.runner.guides import GuidedStep, Guides
+from engine.runner.launch_rows import LaunchRows
 from engine.runner.logprobs import LogprobReader
 from engine.runner.pending import PendingDraft
 from engine.runner.prefill_step import PrefillStep
@@ -30,7 +29,7 @@ from engine.runner.slot_state import SlotState
 from engine.runner.step_handle import StepHandle, StepTimer
 from engine.runner.step_output import DecodedRows
 from engine.sampling.verify import Verify, verify
-from engine.speculation import SamplingFlags, TreeShape, TreeTensors, upload
+from engine.speculation import SamplingFlags, TreeTensors, upload
 from engine.tree.topology import TreeTopology
 
 
@@ -82,7 +81,11 @@ class ModelRunner:
         self._flags = [SamplingFlags()] * (shape.max_num_seqs + 1)
         self._pending = PendingDraft(shape.max_num_seqs + 1, shape.feature_window)
         self._logprobs = LogprobReader(target.logits)
-        self._trees: dict[tuple[TreeTopology, ...], TreeTensors] = {}
+        self._rows: LaunchRows | None = None  # of the last launch
+        # The same topologies come back step after step.
+        self._tree_tensors = functools.lru_cache(256)(
+            functools.partial(TreeTensors.padded, device=self.device)
+        )
         self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
         self._timer: StepTimer | None = None  # of the last launch
@@ -143,6 +146,7 @@ class ModelRunner:
                     self.guides.admit((admission,))
                 except Exception as error:
                     raise AdmissionError(admission.slot) from error
+        self._rows = None  # it may hold flags of the last owner of a slot
         for admission in admissions:
             self._flags[admission.slot] = SamplingFlags.of(admission.sampling)
             self._pending.admit(admission.slot)
@@ -150,22 +154,21 @@ class ModelRunner:
 
     def _decode(self, plan: StepPlan, guide: GuidedStep | None) -> DecodedRows:
         """Draft, verify and commit one tree per row; return what `DecodeStep.commit` does, and padding."""
-        slots = [row.slot for row in plan.rows]
-        topologies = tuple(row.topology for row in plan.rows)
-        depth = max(topology.depth for topology in topologies)
-        flags = functools.reduce(operator.or_, {self._flags[slot] for slot in slots})
-        num_pending = self._pending.plan(slots, depth)
+        if self._rows is None or self._rows.rows != plan.rows:
+            self._rows = LaunchRows.of(plan.rows, self._flags)
+        asked = self._rows
+        num_pending = self._pending.plan(asked.slots, asked.shape.depth)
         if self._graphs is not None:
-            decoded = self._graphs.replay(slots, topologies, num_pending, flags, guide)
+            decoded = self._graphs.replay(asked, num_pending, guide)
             if decoded is not None:
                 return decoded
         batch = DecodeBatch(
-            slots=self._tensor(slots),
-            tree=self._tree_tensors(topologies),
-            flags=flags,
+            slots=upload(asked.slots, torch.int64, self.device),
+            tree=self._tree_tensors(asked.topologies, asked.shape),
+            flags=asked.flags,
             align_width=min(num_pending, self._shape.feature_window),
             num_read_blocks=self._num_blocks(plan.max_prefix_len),
-            num_blocks=self._num_blocks(plan.max_prefix_len + depth + 1),
+            num_blocks=self._num_blocks(plan.max_prefix_len + asked.shape.depth + 1),
         )
         rows = self._step.room(batch, guide)
         self._step.draft(batch, rows)
@@ -176,16 +179,5 @@ class ModelRunner:
             guide.mask_target(output.logits)
         return self._step.commit(batch, rows, output)
 
-    def _tree_tensors(self, topologies: tuple[TreeTopology, ...]) -> TreeTensors:
-        """Return the node table of a step; the same topologies come back step after step."""
-        if topologies not in self._trees:
-            if len(self._trees) >= 256:
-                self._trees.clear()
-            self._trees[topologies] = TreeTensors.padded(topologies, TreeShape.of(topologies), self.device)
-        return self._trees[topologies]
-
     def _num_blocks(self, num_positions: int) -> int:
         return min(-(-num_positions // self._shape.block_size), self._shape.table_width)
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return upload(values, torch.int64, self.device)

@@ -85,7 +85,8 @@ class StepHandle:
         """Wait for the step and return what it emitted."""
         seconds = self._timer.wait()
         answers: list[list[int]] = self._rows.tolist()
-        rows = tuple(read_answer(row, self._reasons.get(idx)) for idx, row in enumerate(answers))
+        reasons = map(self._reasons.get, range(len(answers)))
+        rows = tuple(map(read_answer, answers, reasons))
         is_chunk_finite: list[bool] = self._is_chunk_finite.tolist()
         failed = tuple(idx for idx, is_finite in enumerate(is_chunk_finite) if not is_finite)
         rows = self._logprobs.join(rows)

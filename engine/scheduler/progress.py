@@ -6,10 +6,11 @@ The host is one step late, so lengths here are bounds; deciding what runs next i
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.batch import SequenceDelta
+from engine.batch import DecodeRow, SequenceDelta
 from engine.draft_restart import DraftRestart
 from engine.logprobs import Logprobs, PromptScores
 from engine.request import Sequence
+from engine.row_kind import RowKind
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import TreeTopology
 
@@ -22,7 +23,8 @@ class Progress:
     been given to a prefill chunk, up to `prefill_end`; `store_from` is where writing starts. `ahead` holds
     the topologies of planned decode steps that are not committed, oldest first, and `num_ahead` counts the
     tokens that they may emit; `num_in_flight` counts those steps and uncommitted chunks. `draft_valid` is a
-    range of positions whose draft K/V is sure to be written by steps already launched.
+    range of positions whose draft K/V is sure to be written by steps already launched. Up to `num_places`
+    tokens have a place; below `publish_from` cached tokens no block can be published; `row` was decoded last.
     """
 
     sequence: Sequence
@@ -35,6 +37,9 @@ class Progress:
     ahead: deque[TreeTopology] = field(default_factory=deque)
     num_ahead: int = 0
     draft_valid: range = range(0)
+    num_places: int = 0
+    publish_from: int = 0
+    row: DecodeRow | None = None
     scores: PromptScores = field(default_factory=PromptScores)
 
     @property
@@ -62,11 +67,16 @@ class Progress:
         """An upper bound of the tokens the device has cached when the next step starts."""
         return len(self.sequence.tokens) - 1 + self.num_ahead
 
-    def plan_decode(self, topology: TreeTopology) -> None:
-        """Note a decode step that is about to be launched."""
+    def plan_decode(self, topology: TreeTopology) -> DecodeRow:
+        """Note a decode step that is about to be launched and return its row, the last one while it fits."""
         self.ahead.append(topology)
         self.num_ahead += topology.depth + 1
         self.num_in_flight += 1
+        sequence, row = self.sequence, self.row
+        if row is None or row.topology is not topology or sequence.num_cached > row.kind.max_context:
+            kind = RowKind.of(sequence.request.sampling, sequence.num_cached)
+            self.row = row = DecodeRow(sequence.slot, topology, kind, sequence.arrival_idx)
+        return row
 
     def collect_decode(self) -> TreeTopology:
         """Note that the oldest decode step in flight has come back, and return its topology."""
@@ -75,16 +85,14 @@ class Progress:
         self.num_in_flight -= 1
         return topology
 
-    def num_needed(self, topology: TreeTopology) -> int:
-        """Return the tokens that must have a place before a decode step over `topology`."""
-        return self.max_prefix_len + topology.depth + 1
-
     def start(self, num_hit: int, draft_start: int) -> None:
         """Begin a prefill behind `num_hit` cached tokens: the last of them runs again, for its feature."""
         self.prefill_end = len(self.sequence.tokens) - 1
         self.num_prefilled = max(0, num_hit - 1)
         self.store_from = num_hit
         self.draft_valid = range(draft_start, num_hit)
+        self.num_places = self.publish_from = 0
+        self.row = None
 
     def extend_draft(self, end: int) -> None:
         """Note that a chunk up to `end` filled the draft K/V as well."""

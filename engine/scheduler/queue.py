@@ -5,8 +5,11 @@ When its head may run is left to the scheduler.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from engine.request import Sequence
+
+_sort_key = attrgetter("sort_key")
 
 
 class WaitingQueue:
@@ -35,7 +38,3 @@ class WaitingQueue:
         idx = bisect_left(self._sequences, sequence.sort_key, key=_sort_key)
         assert self._sequences[idx] is sequence, f"{sequence.request.request_id} is not queued"
         del self._sequences[idx]
-
-
-def _sort_key(sequence: Sequence) -> tuple[int, int]:
-    return sequence.sort_key

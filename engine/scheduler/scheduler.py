@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
+from operator import attrgetter
 
 from engine.batch import Load, RowResult, SequenceDelta, StepPlan, StepResult
 from engine.draft_restart import DraftRestart
@@ -189,7 +190,7 @@ class Scheduler:
             for idx, chunk in enumerate(flight.chunks)
         ]
         deltas += [self._commit_row(*pair) for pair in zip(flight.rows, result.rows, strict=True)]
-        return tuple(delta for delta in deltas if delta is not None)
+        return tuple([delta for delta in deltas if delta is not None])
 
     def _check_fit(self, sequence: Sequence, rule: StopRule) -> None:
         """Refuse what even an empty engine could not finish: progress of the best row relies on it."""
@@ -221,37 +222,40 @@ class Scheduler:
         rows = [progress for progress in self._running if progress.wants_decode]
         reserve = max(MIN_PREFILL, self._config.max_batched_tokens // PREFILL_SHARE) if wants_prefill else 0
         has_room = True
-        for idx, progress in enumerate(rows):
+        for num_behind, progress in zip(reversed(range(len(rows))), rows, strict=True):
             if progress.sequence.status is not RUNNING:
                 continue  # preempted for a better row of this step
-            num_behind = len(rows) - idx - 1  # each of them needs its root
             tree = progress.topology or topology
-            if tree.num_nodes > step.num_left - num_behind - reserve:
+            if tree.num_nodes > step.num_left - num_behind - reserve:  # each row behind needs its root
                 tree = self.root_only
-            fitting = self._grow(step, progress, tree)
-            while fitting is None and self._running[-1] is not progress:
+            while not self._decode(step, progress, tree):
                 has_room = False
+                if self._running[-1] is progress:
+                    break
                 self._preempt(self._running[-1])
-                fitting = self._grow(step, progress, tree)
-            if fitting is None:
-                has_room = False
-            else:
-                step.decode(progress, fitting)
         return has_room
 
-    def _grow(self, step: StepBuilder, progress: Progress, topology: TreeTopology) -> TreeTopology | None:
-        """Reserve blocks for one more decode step and return its topology: the one asked for, else plain
-        decoding, else None.
+    def _decode(self, step: StepBuilder, progress: Progress, topology: TreeTopology) -> bool:
+        """Plan one more decode step of a row: over `topology`, else plainly; False where there are no blocks
+        for either.
         """
-        for candidate in (topology, self.root_only):
-            num_tokens = progress.num_needed(candidate)
-            assert num_tokens <= self._max_tokens, (num_tokens, self._max_tokens)
-            new_ids = self._kv_cache.reserve(progress.sequence, num_tokens)
-            if new_ids is not None:
-                if new_ids:
-                    step.grow(progress.sequence, new_ids)
-                return candidate
-        return None
+        prefix_len = progress.max_prefix_len
+        for tree in (topology, self.root_only):
+            num_tokens = prefix_len + tree.depth + 1
+            if num_tokens <= progress.num_places or self._grow(step, progress, num_tokens):
+                step.decode(progress, tree, prefix_len)
+                return True
+        return False
+
+    def _grow(self, step: StepBuilder, progress: Progress, num_tokens: int) -> bool:
+        """Reserve blocks for `num_tokens` tokens of a row; return whether there were enough."""
+        assert num_tokens <= self._max_tokens, (num_tokens, self._max_tokens)
+        new_ids = self._kv_cache.reserve(progress.sequence, num_tokens)
+        if new_ids is None:
+            return False
+        step.grow(progress.sequence, new_ids)
+        progress.num_places = len(progress.sequence.block_ids) * self._kv_cache.pool.block_size
+        return True
 
     def _prefill(self, step: StepBuilder, progress: Progress, topology: TreeTopology) -> None:
         """Run as much of a prompt as the budget holds; with its last position the row decodes as well."""
@@ -264,9 +268,8 @@ class Scheduler:
         if progress.is_prefilling:
             return
         tree = progress.topology or topology
-        fitting = self._grow(step, progress, tree if tree.num_nodes <= step.num_left else self.root_only)
-        assert fitting is not None, "an admission holds the blocks of its first plain decode"
-        step.decode(progress, fitting)
+        is_planned = self._decode(step, progress, tree if tree.num_nodes <= step.num_left else self.root_only)
+        assert is_planned, "an admission holds the blocks of its first plain decode"
 
     def _plan_admissions(self, step: StepBuilder, topology: TreeTopology, now: float) -> None:
         while len(self._waiting) and self._free_slots and step.num_left >= MIN_PREFILL:
@@ -285,7 +288,7 @@ class Scheduler:
             if sequence.num_preemptions == 0:
                 sequence.num_prefix_hits, sequence.started = sequence.num_cached, now
             progress.start(sequence.num_cached, hit.draft_start)
-            insort(self._running, progress, key=_sort_key)
+            insort(self._running, progress, key=attrgetter("sequence.sort_key"))
             step.admit(sequence, hit.draft_start)
             self._prefill(step, progress, topology)
 
@@ -364,8 +367,8 @@ class Scheduler:
             return None
         if not result.is_finite:
             return self._fail(progress, result.reason or NOT_FINITE)
-        root = len(sequence.tokens) - 1
-        token_ids, num_accepted, finish_reason = result.token_ids, len(result.token_ids) - 1, None
+        root, token_ids, finish_reason = len(sequence.tokens) - 1, result.token_ids, None
+        num_accepted = len(token_ids) - 1
         if progress.stop_rule.may_end(sequence.num_output, token_ids):
             cut = progress.stop_rule.cut(sequence.num_output, token_ids)
             token_ids, finish_reason = cut.token_ids, cut.finish_reason
@@ -380,12 +383,10 @@ class Scheduler:
             self._publish(progress)
         if finish_reason is not None:
             self._finish(progress, finish_reason)
-        return progress.delta(token_ids, num_accepted, scores=result.logprobs[: len(token_ids)])
+        return progress.delta(token_ids, num_accepted, None, result.logprobs[: len(token_ids)])
 
     def _publish(self, progress: Progress) -> None:
-        num_tokens = progress.num_publishable(self._config.draft_window)
-        self._kv_cache.publish(progress.sequence, num_tokens, progress.draft_valid)
-
-
-def _sort_key(progress: Progress) -> tuple[int, int]:
-    return progress.sequence.sort_key
+        sequence = progress.sequence
+        if sequence.num_cached >= progress.publish_from:
+            num_tokens = progress.num_publishable(self._config.draft_window)
+            progress.publish_from = self._kv_cache.publish(sequence, num_tokens, progress.draft_valid)

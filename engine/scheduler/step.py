@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from engine.batch import Admission, BlockGrowth, DecodeRow, PrefillChunk, StepPlan
 from engine.request import Sequence
-from engine.row_kind import RowKind
 from engine.scheduler.progress import Progress
 from engine.tree.topology import TreeTopology
 
@@ -95,17 +94,14 @@ class StepBuilder:
         progress.num_prefilled = end
         progress.num_in_flight += 1
 
-    def decode(self, progress: Progress, topology: TreeTopology) -> None:
-        """Decode one row over `topology`."""
+    def decode(self, progress: Progress, topology: TreeTopology, prefix_len: int) -> None:
+        """Decode one row over `topology`, behind at most `prefix_len` cached tokens."""
         self.num_left -= topology.num_nodes
         assert self.num_left >= 0, (topology.name, self.num_left)
-        sequence = progress.sequence
-        kind = RowKind.of(sequence.request.sampling, sequence.num_cached)
-        self._rows.append(DecodeRow(sequence.slot, topology, kind, sequence.arrival_idx))
+        if prefix_len > self._max_prefix_len:
+            self._max_prefix_len = prefix_len
+        self._rows.append(progress.plan_decode(topology))
         self._flight_rows.append(progress)
-        if progress.max_prefix_len > self._max_prefix_len:
-            self._max_prefix_len = progress.max_prefix_len
-        progress.plan_decode(topology)
 
     def plan(self) -> StepPlan:
         return StepPlan(

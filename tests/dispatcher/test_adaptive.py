@@ -177,7 +177,7 @@ def test_the_watchdog_stops_what_no_model_explains():
     for step in range(600):
         tree = dispatcher.choose(load)
         ranks = () if tree.name == "off" else (0,)
-        rows = tuple(RowStats(tree, 0, ranks, sequence_idx=row) for row in range(8))
+        rows = tuple(RowStats(tree, 0, ranks, sequence_idxs=(row,)) for row in range(8))
         seconds = H200.seconds(tree.name, 8, load.num_cached_tokens)
         dispatcher.observe(StepStats(step, load, rows, 0, seconds))
         chosen.append(tree.name)

@@ -3,16 +3,15 @@ import random
 import pytest
 
 from engine.dispatcher.change import ChangeDetector
-from engine.dispatcher.evidence import Outcome
+from engine.dispatcher.evidence import Outcome, Seen
 
 HIT, MISS = Outcome(0, 0, 1), Outcome(0, 1, 1)
 
 
 def feed(detector, source, truth, predicted, batch):
     """Observe one step of `batch` rows; return its alarm at a threshold of 10 nats."""
-    for _ in range(batch):
-        detector.observe(HIT if source.random() < truth else MISS, predicted, 1)
-    return detector.alarm(10.0)
+    step = [Seen(HIT if source.random() < truth else MISS, 1, predicted) for _ in range(batch)]
+    return detector.observe(step, 10.0)
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])
@@ -31,23 +30,18 @@ def test_a_break_is_noticed_within_a_few_dozen_rows(before, after, batch):
         feed(detector, source, before, before, batch)
     alarms = [feed(detector, source, after, before, batch) for _ in range(48 // batch)]
     since = next(alarm for alarm in alarms if alarm is not None)
-    assert since.tries(0, 0) <= 48 + 4 * batch, "it begins about where acceptance broke"
-    found = since.hits(0, 0) / since.tries(0, 0)
+    assert since.tries(0)[0] <= 48 + 4 * batch, "it begins about where acceptance broke"
+    found = since.hits(0)[0] / since.tries(0)[0]
     assert abs(found - after) < abs(found - before)
 
 
 def test_the_order_of_rows_in_a_step_does_not_matter():
-    found = []
-    for rows in ([HIT] * 30 + [MISS] * 30, [MISS] * 30 + [HIT] * 30):
-        detector = ChangeDetector()
-        for outcome in rows:
-            detector.observe(outcome, 0.5, 1)
-        found.append(detector.alarm(10.0))
-    assert found == [None, None]
+    orders = ([HIT] * 30 + [MISS] * 30, [MISS] * 30 + [HIT] * 30)
+    steps = [[Seen(outcome, 1, 0.5) for outcome in order] for order in orders]
+    assert [ChangeDetector().observe(step, 10.0) for step in steps] == [None, None]
 
 
 def test_after_an_alarm_it_begins_anew():
     detector = ChangeDetector()
-    detector.observe(MISS, 0.9, 50)
-    assert detector.alarm(10.0) is not None
-    assert detector.alarm(10.0) is None
+    assert detector.observe([Seen(MISS, 50, 0.9)], 10.0) is not None
+    assert detector.observe([], 10.0) is None

@@ -34,7 +34,7 @@ def test_depths_beyond_the_last_that_is_told_apart_count_there():
 
 
 def hazards(counts):
-    return [counts.hits(0, rank) / counts.tries(0, rank) for rank in range(4)]
+    return [counts.hits(0)[rank] / counts.tries(0)[rank] for rank in range(4)]
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["rank seen", "censored at the width"])
@@ -62,7 +62,7 @@ def test_faded_evidence_weighs_less_and_keeps_its_shares():
     before = hazards(counts)[:2]
     for _ in range(200):
         counts.fade(0.5 ** (1 / 100))
-    assert counts.tries(0, 0) == pytest.approx(10.0)
+    assert counts.tries(0)[0] == pytest.approx(10.0)
     assert hazards(counts)[:2] == pytest.approx(before)
 
 
@@ -71,5 +71,5 @@ def test_evidence_survives_any_number_of_fadings():
     for _ in range(3000):
         counts.add(Outcome(0, 0, 1), 1)
         counts.fade(0.9)
-    assert counts.tries(0, 0) == pytest.approx(9.0)
-    assert counts.hits(0, 0) == pytest.approx(9.0)
+    assert counts.tries(0)[0] == pytest.approx(9.0)
+    assert counts.hits(0)[0] == pytest.approx(9.0)

@@ -102,9 +102,10 @@ def first_ranks(arms, seed=0):
     for stats in dispatcher.seen:
         for row in stats.rows:
             rank = row.path_ranks[0] if row.path_ranks else row.next_rank
-            if rank is not None:
-                found[row.sequence_idx, positions[row.sequence_idx]] = rank
-            positions[row.sequence_idx] += row.num_accepted + 1
+            for idx in row.sequence_idxs:
+                if rank is not None:
+                    found[idx, positions[idx]] = rank
+                positions[idx] += row.num_accepted + 1
     return found
 
 
@@ -126,7 +127,7 @@ def test_what_rows_tell_fits_their_trees():
     run(engine, asked)
     rows = [row for stats in dispatcher.seen for row in stats.rows]
     assert {row.kind for row in rows} == {RowKind(temperature_class=1)}
-    assert {row.sequence_idx for row in rows} == {0, 1, 2, 3}
+    assert {idx for row in rows for idx in row.sequence_idxs} == {0, 1, 2, 3}
     for stats in dispatcher.seen:
         depth = max((row.topology.depth for row in stats.rows), default=0)
         for row in stats.rows:

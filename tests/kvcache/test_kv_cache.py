@@ -63,6 +63,19 @@ def test_blocks_of_unpublished_tokens_are_never_hit():
     assert len(cache.match_prefix(make_sequence(range(20))).block_ids) == 2
 
 
+@pytest.mark.parametrize("num_tokens", range(17))
+def test_publishing_tells_how_many_tokens_it_takes_to_publish_more(num_tokens):
+    cache = make_cache()
+    sequence = make_sequence(range(20))
+    cache.admit(sequence, 20, 0)
+    num_needed = cache.publish(sequence, num_tokens, NO_DRAFT)
+    counts = []
+    for num_cached in (num_needed - 1, num_needed):
+        cache.publish(sequence, num_cached, NO_DRAFT)
+        counts.append(len(cache.match_prefix(make_sequence(range(30))).block_ids))
+    assert counts == [num_tokens // SIZE, num_tokens // SIZE + 1]
+
+
 def test_a_hit_is_shared_and_outlives_its_first_owner():
     cache = make_cache()
     first, second = make_sequence(range(9)), make_sequence(range(9))

@@ -1,7 +1,9 @@
 import pytest
 
+from engine.batch import DecodeRow
 from engine.draft_restart import DraftRestart
 from engine.request import Request, SamplingParams, Sequence
+from engine.row_kind import RowKind
 from engine.scheduler.progress import Progress
 from engine.scheduler.stopping import StopRule
 from engine.tree.topology import chain, root_only
@@ -21,7 +23,6 @@ def test_bounds_add_what_every_step_in_flight_may_emit():
     for topology in (chain(3), root_only()):
         progress.plan_decode(topology)
     assert progress.max_prefix_len == 20 + 4 + 1
-    assert progress.num_needed(chain(7)) == 20 + 4 + 1 + 8
     assert progress.collect_decode() == chain(3)
     assert progress.max_prefix_len == 20 + 1
 
@@ -95,3 +96,27 @@ def test_a_new_draft_begins_behind_what_is_shared_and_what_chunks_have_passed(
     progress.sequence.slot = 3
     progress.prefill_end, progress.store_from, progress.num_prefilled = 19, num_hit, num_prefilled
     assert progress.restart_draft() == DraftRestart(3, start, is_prefilling)
+
+
+def test_the_row_stays_the_same_until_its_tree_its_kind_or_its_slot_may_change():
+    progress = make_progress()
+    progress.sequence.slot = 3
+    tree = chain(3)
+    row = progress.plan_decode(tree)
+    assert row == DecodeRow(3, tree, RowKind(2, context_bucket=0), 0)
+    progress.sequence.num_cached = 2048
+    assert progress.plan_decode(tree) is row
+    progress.sequence.num_cached = 2049
+    longer = progress.plan_decode(tree)
+    assert longer == row._replace(kind=RowKind(2, context_bucket=1))
+    assert progress.plan_decode(root_only()).topology == root_only()
+    progress.sequence.num_cached, progress.sequence.slot = 0, 5
+    progress.start(0, 0)
+    assert progress.plan_decode(tree) == row._replace(slot=5)
+
+
+def test_a_new_start_counts_on_no_block_of_the_last_one():
+    progress = make_progress()
+    progress.num_places = progress.publish_from = 64
+    progress.start(16, 0)
+    assert (progress.num_places, progress.publish_from) == (0, 0)
