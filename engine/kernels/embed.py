@@ -16,7 +16,7 @@ def embed_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (normed [T, H], embedded, angles [T, A]) of token_ids and positions [T] int64.
 
-    embedded: [2, T, H], as `norm.add_rms_norm` takes it, or [T, H] where rows are float32.
+    embedded: [T, 2 * H], as `norm.add_rms_norm` takes it, or [T, H] where rows are float32.
 
     rows: [V, H], where an id below 0 reads row 0; table: [P, A]; weight: [H]. It waits for the
     launch before: it is the first of a pass, after whatever made the tokens.
@@ -26,7 +26,7 @@ def embed_rms_norm(
         assert x.is_contiguous(), x.stride()
     normed = rows.new_empty(num_tokens, size)
     is_split = rows.dtype != torch.float32
-    embedded = rows.new_empty(*(2,) * is_split, num_tokens, size)
+    embedded = rows.new_empty(num_tokens, 2 * size if is_split else size)
     angles = torch.empty(num_tokens, angle_size, dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(size)
     _embed_kernel[(num_tokens, 2)](
@@ -70,10 +70,10 @@ def _embed_kernel(
         scale = tl.load(weight + element, is_element, 0.0).to(tl.float32)
         token_id = tl.maximum(tl.load(token_ids + token), 0)
         values = tl.load(rows + token_id * size + element, is_element, 0.0)
-        tl.store(embedded + token * size + element, values, is_element)
+        out = embedded + token * (2 * size if IS_SPLIT else size) + element
+        tl.store(out, values, is_element)
         if IS_SPLIT:
-            rest = embedded + tl.num_programs(0).to(tl.int64) * size
-            tl.store(rest + token * size + element, tl.zeros_like(values), is_element)
+            tl.store(out + size, tl.zeros_like(values), is_element)
         result = scaled(values.to(tl.float32), scale, size, eps)
         tl.store(normed + token * size + element, result.to(normed.dtype.element_ty), is_element)
     else:

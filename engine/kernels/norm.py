@@ -39,8 +39,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (normed [T, H], total): total = residual + delta [T, H], rounded, and its `rms_norm`.
 
-    A residual [2, T, H] is a sum of two numbers, the second what rounding to the first left: so twice the
-    digits are kept, and loads and stores stay as wide as those of delta. So is the total then.
+    A residual is [T, H], or [T, 2 * H] with what rounding left of its first half in the second; so is the
+    total then. Twice the digits are kept, and loads and stores stay as wide as those of delta.
     """
     num_tokens, size = delta.shape
     total, normed = torch.empty_like(residual, memory_format=torch.contiguous_format), torch.empty_like(delta)
@@ -52,12 +52,11 @@ def add_rms_norm(
         normed,
         total,
         delta.stride(0),
-        residual.stride(-2),
         residual.stride(0),
         size,
         eps,
         BLOCK=block,
-        IS_SPLIT=residual.dim() == 3,
+        IS_SPLIT=residual.shape[1] == 2 * size,
         OVERLAP=overlap,
         num_warps=warps_of_row(block),
         launch_pdl=overlap,
@@ -105,7 +104,6 @@ def _add_rms_norm_kernel(
     total_ptr,
     delta_stride,
     residual_stride,
-    residual_rest,
     size,
     eps,
     BLOCK: tl.constexpr,
@@ -121,14 +119,14 @@ def _add_rms_norm_kernel(
     delta = tl.load(delta_ptr + row * delta_stride + column, mask=is_column, other=0.0).to(tl.float32)
     residual = residual_ptr + row * residual_stride + column
     total = tl.load(residual, mask=is_column, other=0.0).to(tl.float32) + delta
+    out = total_ptr + row * (2 * size if IS_SPLIT else size) + column
     if IS_SPLIT:
-        total += tl.load(residual + residual_rest, mask=is_column, other=0.0).to(tl.float32)
+        total += tl.load(residual + size, mask=is_column, other=0.0).to(tl.float32)
     rounded = total.to(total_ptr.dtype.element_ty)
-    tl.store(total_ptr + row * size + column, rounded, mask=is_column)
+    tl.store(out, rounded, mask=is_column)
     if IS_SPLIT:
         rest = (total - rounded.to(tl.float32)).to(total_ptr.dtype.element_ty)
-        total_rest = total_ptr + tl.num_programs(0).to(tl.int64) * size
-        tl.store(total_rest + row * size + column, rest, mask=is_column)
+        tl.store(out + size, rest, mask=is_column)
     else:
         total = rounded.to(tl.float32)
     normed = scaled(total, weight, size, eps)

@@ -16,7 +16,9 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class LayerOps(Protocol):
-    """What a layer does besides its products, rounded where torch does; residuals are of its own form."""
+    """What a layer does besides its products, rounded where torch does, but that a residual [T, H] may have
+    what rounding left of it behind: [T, 2 * H].
+    """
 
     def embed(
         self, token_ids: Tensor, positions: Tensor, rows: Tensor, table: Tensor, weight: Tensor, eps: float
@@ -30,10 +32,7 @@ class LayerOps(Protocol):
         """Return x [T, H] scaled to unit root mean square, times weight [H]; rounded once."""
 
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (`norm` of the new residual [T, H], the new residual residual + delta [T, H])."""
-
-    def tap(self, residual: Tensor) -> Tensor:
-        """Return a residual rounded, [T, H]."""
+        """Return (`norm` of the new residual [T, H], the new residual residual + delta)."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [T, I], of gate_up [T, 2 * I]."""
@@ -73,9 +72,6 @@ class TorchOps:
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + delta
         return self.norm(residual, weight, eps), residual
-
-    def tap(self, residual: Tensor) -> Tensor:
-        return residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

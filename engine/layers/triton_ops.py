@@ -31,9 +31,6 @@ class TritonOps:
     def add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(delta, residual, weight, eps, overlap=self._overlap)
 
-    def tap(self, residual: Tensor) -> Tensor:
-        return residual[0] if residual.dim() == 3 else residual
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up, overlap=self._overlap)
 

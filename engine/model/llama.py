@@ -84,7 +84,7 @@ class LlamaForCausalLM(nn.Module):
             delta, residual = layer.forward(x, residual, angles, attend, layer_idx, self.ops)
             x, residual = self.ops.add_norm(delta, residual, norm.weight, norm.eps)
             if layer_idx in self.taps:
-                tapped[layer_idx] = self.ops.tap(residual)
+                tapped[layer_idx] = residual[:, : x.shape[1]]
         tapped[len(layers)] = x
         features = [tapped[tap] for tap in self.taps] or [x[:, :0]]
         return TargetOutput(x, torch.cat(features, dim=-1))
