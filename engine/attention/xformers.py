@@ -27,6 +27,7 @@ class XformersAttention:
 
     name = "xformers"
     is_capturable = True
+    is_prefill_capturable = False
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         if block_size % _TILE:

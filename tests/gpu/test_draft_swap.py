@@ -49,7 +49,7 @@ def test_replays_across_swaps_emit_what_plain_decoding_does(mode, temperature):
     engine = build_engine(target, drafter, shape, backend=backend)
     engine.prepare()
     graphs = engine._runner._graphs
-    num_captured, outputs = graphs.num_graphs, {request.request_id: [] for request in asked}
+    num_captured, outputs = graphs.recorder.num_graphs, {request.request_id: [] for request in asked}
     waiting, num_steps, num_swaps = list(asked), 0, 0
     while engine.has_work or waiting:
         if waiting and num_steps % 4 == 0:
@@ -64,5 +64,5 @@ def test_replays_across_swaps_emit_what_plain_decoding_does(mode, temperature):
     assert {name: tuple(text) for name, text in outputs.items()} == plain
     assert num_swaps == 4
     assert graphs.num_replays > 20
-    assert graphs.num_graphs > num_captured, "drafts are captured anew"
+    assert graphs.recorder.num_graphs > num_captured, "drafts are captured anew"
     assert engine.stats().num_accepted > 0

@@ -77,7 +77,7 @@ def test_chunks_from_one_token_to_many(starts, lens):
 def test_configurations_agree(config):
     chunks = draw(starts=(5, 0, 100), lens=(40, 1, 33 * LONG))
     layout = chunks.layout
-    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts, layout.chunk_lens)
+    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts)
     assert distance(attend_prefill(*chunks.tensors, *where, config=config), solve_chunks(chunks)) <= 1e-2
 
 
@@ -94,7 +94,7 @@ def test_float8_pages_with_a_scale_per_head():
     pages = [x.to(torch.float8_e4m3fn) for x in (k_pages, v_pages)]
     k_scale, v_scale = (torch.tensor(pair, device=DEVICE) for pair in ((0.5, 1.5), (0.25, 3.0)))
     layout = chunks.layout
-    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts, layout.chunk_lens)
+    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts)
     found = attend_prefill(
         q, *pages, *where, config=PrefillConfig(64, 64, 4, 3), k_scale=k_scale, v_scale=v_scale
     )
