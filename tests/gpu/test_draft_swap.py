@@ -18,7 +18,7 @@ from tests.exactness.tiny import (
     run,
     runner_shape,
 )
-from tests.gpu.test_graphs import CapturableReference
+from tests.runner.prefill_cases import DeviceReference
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,7 @@ def test_replays_across_swaps_emit_what_plain_decoding_does(mode, temperature):
     heads = [build_drafter(shape, target).head for _ in range(3)]
     for scale, head in zip((1.0, 0.5, 2.0), heads, strict=True):
         head.fc.weight.data.mul_(scale)
-    backend = CapturableReference()
+    backend = DeviceReference()
     drafter = create_drafter(heads[0], backend, runner_shape(shape, shape.feature_window - 1))
     engine = build_engine(target, drafter, shape, backend=backend)
     engine.prepare()
