@@ -73,10 +73,10 @@ SCENARIOS = {
 }
 
 
-def requests_of(name, **sampling):
+def requests_of(name, num=None, **sampling):
     return [
-        request_of(f"r{idx}", prompt, 100 + idx, max_tokens=20, **sampling)
-        for idx, prompt in enumerate(SCENARIOS[name][0])
+        request_of(f"r{idx}", prompt, 100 + idx, **{"max_tokens": 20, **sampling})
+        for idx, prompt in enumerate(SCENARIOS[name][0][:num])
     ]
 
 
@@ -101,9 +101,9 @@ def replaying_engine(shape, target, drafter, backend):
     return engine
 
 
-def check_scenario(name, target, backend, block_size=4, **draft):
+def check_scenario(name, target, backend, block_size=4, num=None, **draft):
     """Check that replays emit what uncaptured prefills do, and leave the same K/V and features."""
-    asked, shape = requests_of(name), shape_of(name, block_size)
+    asked, shape = requests_of(name, num), shape_of(name, block_size)
     exact = build_engine(target, build_drafter(shape, target, backend, **draft), shape, backend=backend)
     expected = run(exact, asked)
     engine = replaying_engine(shape, target, build_drafter(shape, target, backend, **draft), backend)
