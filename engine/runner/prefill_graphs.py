@@ -19,22 +19,25 @@ from engine.runner.step_output import PrefilledChunks
 logger = logging.getLogger(__name__)
 
 # Tokens and chunks that prefills are padded to. Few tokens cost what reading the weights does, more of them
-# by their number: from 256 on padding is at most a third. Beyond the largest the device is slower than the
-# host.
-TOKEN_BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+# by their number: from 256 on padding is at most a third. Room for many chunks costs many tokens nothing.
+TOKEN_BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 CHUNK_BUCKETS = (8, 64)
+_MANY_TOKENS = 1024
+# Tokens times weights that a device multiplies while the host launches a prefill, 20 ms: beyond, a replay
+# would save nothing and padding would cost.
+_MOST_WORK = 5 * 10**12
 
 
 def captured_shapes(max_tokens: int, max_chunks: int) -> tuple[PrefillShape, ...]:
     """Return the shapes that steps of up to so many tokens and chunks are padded to, the largest first. Each
     has room for a chunk of padding.
     """
-    sizes = _buckets(TOKEN_BUCKETS, max_tokens)
+    counts = _buckets(CHUNK_BUCKETS, max_chunks)
     shapes = [
         PrefillShape(size, count + 1)
-        for count in _buckets(CHUNK_BUCKETS, max_chunks)
-        for size in sizes
-        if size >= count
+        for size in _buckets(TOKEN_BUCKETS, max_tokens)
+        for count in counts
+        if count <= size and (size <= _MANY_TOKENS or count == counts[-1])
     ]
     return tuple(sorted(shapes, reverse=True))
 
@@ -46,10 +49,13 @@ def _buckets(buckets: tuple[int, ...], most: int) -> list[int]:
 
 @dataclass(slots=True)
 class _PrefillSet:
-    """The graphs of one shape, which read `packed`; the draft's is None until it is needed."""
+    """The graphs of one shape, which read `packed`; the draft's is None until it is needed. Sets share the
+    memory of `output`.
+    """
 
     packed: PackedChunks
-    target: Recorded[ChunkOutput]
+    output: ChunkOutput
+    target: Recorded[None]
     draft: Recorded[None] | None
 
 
@@ -65,7 +71,7 @@ class PrefillGraphs:
         self.num_replays = 0
 
     def run(self, chunks: tuple[PrefillChunk, ...]) -> PrefilledChunks:
-        """Cache the K/V of every chunk. The answer is overwritten by the next step of its shape."""
+        """Cache the K/V of every chunk. The answer is overwritten by the next call."""
         shape = PrefillShape.of(chunks)
         found = self._find(shape)
         if found is None:
@@ -76,21 +82,22 @@ class PrefillGraphs:
         if draft is not None:
             draft.graph.replay()
         self.num_replays += 1
-        output = found.target.output.prefilled
-        return PrefilledChunks(output.is_finite[: shape.num_chunks], output.hidden[: shape.num_tokens])
+        return found.output.first(shape).prefilled
 
     @torch.inference_mode()
     def capture(self, max_tokens: int) -> None:
-        """Capture prefills of up to so many tokens. Nothing is captured twice; what memory is short for runs
-        uncaptured.
+        """Capture prefills of up to so many tokens, as far as the host is slower to launch them than the
+        device to run them. Nothing is captured twice; what memory is short for runs uncaptured.
         """
         if self._recorder is None:
             return
         before, started = self._recorder.num_graphs, time.perf_counter()
-        shapes = captured_shapes(max_tokens, self._max_chunks)
+        most = min(max_tokens, max(1, _MOST_WORK // self._step.num_weights))
+        shapes = captured_shapes(most, self._max_chunks)
+        room = self._step.room(PrefillShape(*map(max, zip(*shapes, strict=True))))
         for shape in shapes:
             if shape not in self._sets:
-                self._capture(shape, self._recorder)
+                self._capture(shape, room.first(shape), self._recorder)
         logger.info(
             "captured prefill tokens=%d..%d graphs=%d seconds=%.1f",
             shapes[-1].num_tokens,
@@ -106,10 +113,11 @@ class PrefillGraphs:
         for found in self._sets.values():
             found.draft = None
 
-    def _capture(self, shape: PrefillShape, recorder: GraphRecorder) -> None:
+    def _capture(self, shape: PrefillShape, output: ChunkOutput, recorder: GraphRecorder) -> None:
         packed = PackedChunks.padded((), shape, self._step.device)
         try:
-            found = _PrefillSet(packed, recorder.record(lambda: self._step.run_target(packed)), None)
+            target = recorder.record(lambda: output.copy_(self._step.run_target(packed)))
+            found = _PrefillSet(packed, output, target, None)
             self._draft(found)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()  # what was tried is of no use to steps that fit
@@ -125,7 +133,7 @@ class PrefillGraphs:
     def _draft(self, found: _PrefillSet) -> Recorded[None] | None:
         """Return the draft's part, recorded over padding where it is missing; None without a draft."""
         if found.draft is None and self._recorder is not None and self._step.has_draft:
-            packed, output = found.packed, found.target.output
+            packed, output = found.packed, found.output
             packed.copy_(())
             found.draft = self._recorder.record(lambda: self._step.fill_draft(packed, output))
         return found.draft

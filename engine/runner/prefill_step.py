@@ -15,7 +15,7 @@ from engine.draft.drafter import PromptPairs, TreeDrafter
 from engine.kvcache.kv_pool import KVPool
 from engine.layers.rotary import Angles
 from engine.model.llama import LlamaForCausalLM
-from engine.runner.packed_chunks import PackedChunks
+from engine.runner.packed_chunks import PackedChunks, PrefillShape
 from engine.runner.slot_state import SlotState
 from engine.runner.step_output import PrefilledChunks
 
@@ -29,6 +29,19 @@ class ChunkOutput:
     prefilled: PrefilledChunks
     features: Tensor
     before: Tensor
+
+    def first(self, shape: PrefillShape) -> "ChunkOutput":
+        """Return the rows of a smaller shape, without a copy."""
+        num_tokens, num_chunks = shape
+        prefilled = PrefilledChunks(self.prefilled.is_finite[:num_chunks], self.prefilled.hidden[:num_tokens])
+        return ChunkOutput(prefilled, self.features[:num_tokens], self.before[:num_chunks])
+
+    def copy_(self, other: "ChunkOutput") -> None:
+        """Take over what `other` says of as many chunks and tokens."""
+        self.prefilled.is_finite.copy_(other.prefilled.is_finite)
+        self.prefilled.hidden.copy_(other.prefilled.hidden)
+        self.features.copy_(other.features)
+        self.before.copy_(other.before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,24 @@ class PrefillStep:
     def has_draft(self) -> bool:
         """True where `fill_draft` has something to do."""
         return self._drafter is not None
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers a token is multiplied with."""
+        layers = self._target.layers
+        return sum(values.numel() for values in (*layers.parameters(), *layers.buffers()))
+
+    def room(self, shape: PrefillShape) -> ChunkOutput:
+        """Return room for what the target says of chunks of `shape`."""
+        weight, rings = self._target.embed_tokens.weight, self._state.tables.features
+        prefilled = PrefilledChunks(
+            weight.new_empty(shape.num_chunks, dtype=torch.bool),
+            weight.new_empty(shape.num_tokens, weight.shape[1]),
+        )
+        size = rings.shape[2]
+        return ChunkOutput(
+            prefilled, rings.new_empty(shape.num_tokens, size), rings.new_empty(shape.num_chunks, size)
+        )
 
     def run(self, chunks: tuple[PrefillChunk, ...]) -> PrefilledChunks:
         """Cache the K/V of every chunk."""

@@ -96,7 +96,7 @@ def test_prompts_are_scored_from_replays():
     assert found.keys() == right.keys() == {request.request_id for request in asked} - {"r1"}
     for name, scores in found.items():
         size = next(len(request.prompt_token_ids) for request in asked if request.request_id == name)
-        assert len(scores) == len(right[name]) == size - 1 + 20
+        assert len(scores) == len(right[name]) == size - 1 + 10
         assert scores == pytest.approx(right[name], abs=1e-3)
 
 

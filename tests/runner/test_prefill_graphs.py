@@ -24,13 +24,14 @@ def test_replays_change_no_token_and_no_cache(name):
         (16, 1, [(16, 9)]),
         (17, 8, [(32, 9), (16, 9)]),
         (100, 9, [(128, 65), (128, 9), (64, 65), (64, 9), (32, 9), (16, 9)]),
+        (1025, 64, [(1536, 65), *captured_shapes(1024, 64)]),
     ],
 )
 def test_shapes_reach_the_most_that_a_step_holds(max_tokens, max_chunks, expected):
     assert list(captured_shapes(max_tokens, max_chunks)) == expected
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 255, 256, 257, 700, 1024])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 255, 256, 257, 700, 1024, 8192])
 @pytest.mark.parametrize("num_chunks", [1, 8, 9, 64])
 def test_a_shape_holds_every_small_prefill_and_a_chunk_of_padding(num_tokens, num_chunks):
     fitting = [
@@ -40,7 +41,7 @@ def test_a_shape_holds_every_small_prefill_and_a_chunk_of_padding(num_tokens, nu
     ]
     smallest = min(fitting)
     assert smallest.num_tokens <= max(64, 2 * num_tokens)
-    assert len(captured_shapes(8192, 256)) == 16
+    assert len(captured_shapes(8192, 256)) == 22
 
 
 def make_prefill(max_batched_tokens=64):
