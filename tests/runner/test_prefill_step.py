@@ -117,6 +117,25 @@ def test_only_blocks_and_ring_places_of_the_chunks_are_written(name):
     assert {tuple(place) for place in (~is_same).nonzero().tolist()} == kept
 
 
+def test_networks_see_positions_that_they_know_and_chunks_the_feature_before_them():
+    memory, chunks = Memory.make(DeviceReference()), chunks_of("a second chunk")
+    before = memory.tables.features[2, 20 % WINDOW].clone()
+    packed, seen = PackedChunks.padded(chunks, SHAPES[0], CPU), []
+    hook = TARGET.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    fill = memory.step._drafter.fill
+    memory.step._drafter.fill = lambda pairs: seen.append(pairs.positions) or fill(pairs)
+    with torch.inference_mode():
+        output = memory.step.run_target(packed)
+        memory.step.fill_draft(packed, output)
+    hook.remove()
+    assert torch.equal(output.before[0], before)
+    assert not torch.equal(memory.tables.features[2, 20 % WINDOW], before), "the chunk is longer than a ring"
+    assert [positions.tolist() for positions in seen] == [
+        [*range(21, 54), *[0] * 31],
+        [*range(21, 55), *[0] * (31 + 8)],
+    ]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_backend_that_cuts_chunks_on_the_host_leaves_the_same(name):
     chunks, exact, cut = chunks_of(name), Memory.make(DeviceReference()), Memory.make(CpuAttention())
