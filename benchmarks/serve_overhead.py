@@ -128,7 +128,8 @@ def server_config(options: argparse.Namespace, port: int) -> dict[str, Any]:
     engine: dict[str, Any] = {"max_num_seqs": max(options.cells)}
     if options.model is not None:
         engine |= {"num_blocks": options.num_blocks, "speculation": {"mode": options.mode}}
-    return {
+    pace = options.messages_per_second
+    return ({} if pace is None else {"messages_per_second": pace}) | {
         "model": options.model or "smollm2",
         "draft": options.draft if options.model is not None else "none",
         "served_model_name": "served",
@@ -154,10 +155,10 @@ def measure(
             asks = cell.asks(texts, options.tokens, idx * cell.num_streams)
             for side in sides:
                 found[cell].sides[side].append(clients[side].play(asks))
+        yield found
         used = time.monotonic() - start
         if used * (idx + 2) / (idx + 1) > options.seconds or idx + 1 == options.rounds:
-            return found
-    raise AssertionError
+            return
 
 
 def rows_of(found: dict[Cell, Rounds]) -> Iterator[dict[str, Any]]:
@@ -210,7 +211,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--mode", default="auto", help="speculation.mode of the engine")
     parser.add_argument("--prompts", type=Path, help="JSONL of chats, whose first turns are asked")
     parser.add_argument("--num-gpus", type=float, default=0)
-    parser.add_argument("--num-blocks", type=int, default=1536)
+    parser.add_argument("--num-blocks", type=int, default=3072)
+    parser.add_argument("--messages-per-second", type=float, help="of the server, where not its default")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
 
@@ -230,15 +232,10 @@ def step_times(options: argparse.Namespace) -> list[tuple[int, float]]:
     return [(int(most), float(milliseconds) * 1e-3) for most, milliseconds in pairs]
 
 
-def main(arguments: list[str]) -> int:
-    options = parse(arguments)
+@contextmanager
+def opened(options: argparse.Namespace) -> Iterator[dict[str, Client]]:
+    """Start all sides, one after the other, and yield their clients."""
     times, start = step_times(options), time.monotonic()
-    chats = read_chats(options.prompts) if options.prompts else []
-    texts = [chat.first_turn[-1].content for chat in chats] or list(QUESTIONS)
-    cells = [
-        Cell(*values)
-        for values in itertools.product(options.cells, options.temperatures, options.speculation)
-    ]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         if times:
@@ -248,21 +245,32 @@ def main(arguments: list[str]) -> int:
         port, config = free_port(), Path(folder) / "server.yaml"
         config.write_text(yaml.safe_dump(server_config(options, port)), encoding="utf-8")
         clients: dict[str, Client] = {}
-        kinds = [BARE, INSIDE] if options.inside else [BARE]
-        for kind in kinds:
+        for kind in [BARE, INSIDE] if options.inside else [BARE]:
             clients[kind] = Client(kind, str(config), times)
             stack.callback(clients[kind].close)
-        print(f"bare ready @{time.monotonic() - start:.0f} s", flush=True)
         stack.enter_context(serving(config))
         clients[SERVED] = Client(SERVED, f"http://127.0.0.1:{port}", times)
         stack.callback(clients[SERVED].close)
-        print(f"server ready @{time.monotonic() - start:.0f} s", flush=True)
-        rows = list(rows_of(measure(clients, cells, texts, options)))
+        print(f"all sides ready after {time.monotonic() - start:.0f} s", flush=True)
+        yield clients
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    chats = read_chats(options.prompts) if options.prompts else []
+    texts = [chat.first_turn[-1].content for chat in chats] or list(QUESTIONS)
+    cells = [
+        Cell(*values)
+        for values in itertools.product(options.cells, options.temperatures, options.speculation)
+    ]
+    rows: list[dict[str, Any]] = []
+    with opened(options) as clients:
+        for found in measure(clients, cells, texts, options):
+            rows = list(rows_of(found))
+            if options.out is not None:  # after every pass: a run that is cut has something to show
+                report = {"arguments": arguments, "cells": rows}
+                options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print_table(rows)
-    if options.out is not None:
-        options.out.write_text(
-            json.dumps({"arguments": arguments, "cells": rows}, indent=1) + "\n", encoding="utf-8"
-        )
     return 0
 
 
