@@ -3,8 +3,9 @@ them.
 
 The bare side is an engine core in a process of its own, its deltas read by an asyncio client; with --inside
 the loop of an engine in one process is measured too. Each side has a client process of its own, and both
-answer the same asks in turns, in an order that alternates. Without --model the networks take a given time and
-no processor (`timed_core`), and everything else is real. Starts a Ray of its own: run it alone on a machine.
+answer the same asks in turns, in an order that alternates, each with a fixed number of streams that begin
+anew when they end. Without --model the networks take a given time and no processor (`timed_core`), and
+everything else is real. Starts a Ray of its own: run it alone on a machine.
 
 python -m benchmarks.serve_overhead --cells 1,16,64                              # needs no GPU
 python -m benchmarks.serve_overhead --model FOLDER --draft FOLDER --prompts FILE.jsonl --temperatures 0,0.8
@@ -37,6 +38,7 @@ from benchmarks.timed_core import StepTimes, write_site
 
 BARE, SERVED, INSIDE = "core", "http", "engine"
 ROOT = Path(__file__).parents[1]
+NUM_TURNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,22 @@ class Cell:
     temperature: float
     speculation: str
 
-    def asks(self, texts: list[str], num_tokens: int, first: int) -> list[Ask]:
-        """Return the asks of a round, whose prompts begin with number `first`."""
-        places = [(first + idx) % len(texts) for idx in range(self.num_streams)]
+    def chains(self, texts: list[str], num_tokens: int, first: int) -> list[list[Ask]]:
+        """Return what each stream asks one after the other, from prompt `first` on. First answers are cut at
+        different places, so that streams end apart ever after.
+        """
         return [
-            Ask(texts[place], num_tokens, self.temperature, seed, self.speculation)
-            for seed, place in enumerate(places)
+            [
+                Ask(
+                    texts[(first + stream + turn * self.num_streams) % len(texts)],
+                    num_tokens if turn else max(1, num_tokens * (stream + 1) // self.num_streams),
+                    self.temperature,
+                    stream + turn * self.num_streams,
+                    self.speculation,
+                )
+                for turn in range(NUM_TURNS)
+            ]
+            for stream in range(self.num_streams)
         ]
 
 
@@ -71,7 +83,12 @@ class Rounds:
     def ratio(self, side: str, base: str) -> tuple[float, float, float]:
         """Return the tokens a second of a side over those of a base, and the interval."""
         pairs = zip(self.sides[base], self.sides[side], strict=True)
-        return ratio_interval([(left["seconds"], right["seconds"]) for left, right in pairs])
+        return ratio_interval(
+            [
+                (right["num_tokens"] / right["seconds"], left["num_tokens"] / left["seconds"])
+                for left, right in pairs
+            ]
+        )
 
 
 class Client:
@@ -85,9 +102,11 @@ class Client:
         )
         self._read()
 
-    def play(self, asks: list[Ask]) -> dict[str, float]:
+    def play(self, chains: list[list[Ask]], warm_seconds: float, seconds: float) -> dict[str, float]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([asdict(ask) for ask in asks]) + "\n")
+        asks = [[asdict(ask) for ask in chain] for chain in chains]
+        order = {"chains": asks, "warm_seconds": warm_seconds, "seconds": seconds}
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -141,20 +160,20 @@ def server_config(options: argparse.Namespace, port: int) -> dict[str, Any]:
 
 def measure(
     clients: dict[str, Client], cells: list[Cell], texts: list[str], options: argparse.Namespace
-) -> dict[Cell, Rounds]:
-    """Play all cells on all sides until the time is used; the first round of each warms and does not
-    count.
+) -> Iterator[dict[Cell, Rounds]]:
+    """Play all cells on all sides until the time is used, and yield what was measured after each pass; a
+    short window of each before does not count.
     """
     found = {cell: Rounds({side: [] for side in clients}) for cell in cells}
     for cell, client in itertools.product(cells, clients.values()):
-        client.play(cell.asks(texts, min(options.tokens, 32), 0))
+        client.play(cell.chains(texts, options.tokens, 0), options.warm, 0.1)
     start = time.monotonic()
     for idx in itertools.count():
         for cell in cells:
             sides = list(clients) if idx % 2 else list(clients)[::-1]
-            asks = cell.asks(texts, options.tokens, idx * cell.num_streams)
+            chains = cell.chains(texts, options.tokens, idx * cell.num_streams)
             for side in sides:
-                found[cell].sides[side].append(clients[side].play(asks))
+                found[cell].sides[side].append(clients[side].play(chains, options.warm, options.window))
         yield found
         used = time.monotonic() - start
         if used * (idx + 2) / (idx + 1) > options.seconds or idx + 1 == options.rounds:
@@ -202,6 +221,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=numbers, default=[0.0])
     parser.add_argument("--speculation", type=lambda text: text.split(","), default=["off"])
     parser.add_argument("--tokens", type=int, default=128, help="of every stream")
+    parser.add_argument("--warm", type=float, default=0.7, help="seconds of a round that do not count")
+    parser.add_argument("--window", type=float, default=2.0, help="seconds of a round that count")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--step-ms", default="16:2,64:12", help="MOST_ROWS:MS of a step without --model")

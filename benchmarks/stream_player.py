@@ -9,13 +9,15 @@ python -m benchmarks.stream_player http URL | core CONFIG | engine CONFIG
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -25,9 +27,10 @@ from app.chat import ChatTemplate
 from app.config import load_config
 from app.tokenizer import Tokenizer
 from benchmarks.timed_core import install
-from engine import AsyncEngine, Engine, EngineConfig, FinishReason, Request, SamplingParams
+from engine import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
 
 READ_BYTES, TAIL_BYTES = 65536, 2048
+SETTLE_SECONDS = 0.2  # in which a server lets go of streams that were left
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,21 @@ class Ask:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """When a stream began to answer and when it ended, and in how many pieces it came."""
+@dataclass(slots=True)
+class Heard:
+    """What the streams of a round brought: the pieces they came in, and how long each first one took."""
 
-    first: float
-    end: float
-    num_pieces: int
+    num_pieces: int = 0
+    first_seconds: list[float] = field(default_factory=list)
 
 
 class Player(Protocol):
     """A side of the comparison."""
 
-    async def play(self, asks: list[Ask]) -> list[Times]: ...
+    async def num_tokens(self) -> int:
+        """Return how many tokens the engine has emitted so far."""
+
+    async def play(self, ask: Ask, heard: Heard) -> None: ...
 
 
 class HttpPlayer:
@@ -85,27 +90,38 @@ class HttpPlayer:
         parts = urlsplit(url)
         self._host, self._port = str(parts.hostname), parts.port or 80
 
-    async def play(self, asks: list[Ask]) -> list[Times]:
-        return await asyncio.gather(*map(self._stream, asks))
+    async def num_tokens(self) -> int:
+        reader, writer = await self._send("GET", "/metrics", b"")
+        page = (await reader.read()).decode()
+        writer.close()
+        lines = [line for line in page.splitlines() if line.startswith("eyas_generation_tokens_total{")]
+        return sum(int(float(line.rpartition(" ")[2])) for line in lines)
 
-    async def _stream(self, ask: Ask) -> Times:
+    async def play(self, ask: Ask, heard: Heard) -> None:
+        start = time.perf_counter()
+        reader, writer = await self._send("POST", "/v1/chat/completions", json.dumps(ask.body()).encode())
+        try:
+            tail, is_first = b"", True
+            while b"data: [DONE]" not in tail and (piece := await reader.read(READ_BYTES)):
+                if is_first:
+                    heard.first_seconds.append(time.perf_counter() - start)
+                tail, is_first = (tail + piece)[-TAIL_BYTES:], False
+                heard.num_pieces += 1
+        finally:
+            writer.close()
+        if b'"completion_tokens":%d,' % ask.num_tokens not in tail:
+            raise RuntimeError(f"a stream was cut: {tail.decode(errors='replace')[-600:]}")
+
+    async def _send(
+        self, method: str, path: str, body: bytes
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(self._host, self._port)
-        body = json.dumps(ask.body()).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nconnection: close\r\n"
+            f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nconnection: close\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
-        first, tail, num_pieces = 0.0, b"", 0
-        while b"data: [DONE]" not in tail and (piece := await reader.read(READ_BYTES)):
-            first = first or time.perf_counter()
-            tail = (tail + piece)[-TAIL_BYTES:]
-            num_pieces += 1
-        end = time.perf_counter()
-        writer.close()
-        if b'"completion_tokens":%d,' % ask.num_tokens not in tail:
-            raise RuntimeError(f"a stream was cut: {tail.decode(errors='replace')[-600:]}")
-        return Times(first, end, num_pieces)
+        return reader, writer
 
 
 class CorePlayer:
@@ -114,42 +130,54 @@ class CorePlayer:
     def __init__(self, engine: AsyncEngine, prompts: "Prompts") -> None:
         self._engine, self._prompts = engine, prompts
 
-    async def play(self, asks: list[Ask]) -> list[Times]:
-        requests = self._prompts.requests(asks)
-        return await asyncio.gather(*map(self._stream, requests))
+    async def num_tokens(self) -> int:
+        return (await self._engine.stats()).num_output_tokens
 
-    async def _stream(self, request: Request) -> Times:
-        first, num_tokens, num_pieces = 0.0, 0, 0
-        async for delta in self._engine.generate(request):
-            first = first or time.perf_counter()
-            num_tokens += len(delta.token_ids)
-            num_pieces += 1
-        assert num_tokens == request.sampling.max_tokens, num_tokens
-        return Times(first, time.perf_counter(), num_pieces)
+    async def play(self, ask: Ask, heard: Heard) -> None:
+        start, is_first, num_tokens = time.perf_counter(), True, 0
+        async with aclosing(self._engine.generate(self._prompts.request(ask))) as deltas:
+            async for delta in deltas:
+                if is_first:
+                    heard.first_seconds.append(time.perf_counter() - start)
+                is_first = False
+                num_tokens += len(delta.token_ids)
+                heard.num_pieces += 1
+        assert num_tokens == ask.num_tokens, num_tokens
 
 
-class EnginePlayer:
-    """Streams of an engine in this process: the loop alone."""
+class LoopPlayer:
+    """Streams of an engine in this process, stepped between the other tasks."""
 
     def __init__(self, engine: Engine, prompts: "Prompts") -> None:
         self._engine, self._prompts = engine, prompts
+        self._ends: dict[str, asyncio.Future[None]] = {}
+        self._num_tokens = self._num_pieces = 0
+        self._stepping: asyncio.Task[None] | None = None
 
-    async def play(self, asks: list[Ask]) -> list[Times]:
-        return list(self._play(self._prompts.requests(asks)))
+    async def num_tokens(self) -> int:
+        return self._num_tokens
 
-    def _play(self, requests: list[Request]) -> Iterator[Times]:
-        first: dict[str, float] = {}
-        num_pieces = dict.fromkeys((request.request_id for request in requests), 0)
-        for request in requests:
-            self._engine.add(request)
+    async def play(self, ask: Ask, heard: Heard) -> None:
+        request = self._prompts.request(ask)
+        self._engine.add(request)
+        end = self._ends[request.request_id] = asyncio.get_running_loop().create_future()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        try:
+            await end
+        finally:
+            self._engine.abort(request.request_id)
+            del self._ends[request.request_id]
+        heard.num_pieces += ask.num_tokens
+        heard.first_seconds.append(0.0)
+
+    async def _step(self) -> None:
         while self._engine.has_work:
             for delta in self._engine.step():
-                now = time.perf_counter()
-                first.setdefault(delta.request_id, now)
-                num_pieces[delta.request_id] += 1
-                if delta.finish_reason is not None:
-                    assert delta.finish_reason is FinishReason.LENGTH, delta
-                    yield Times(first[delta.request_id], now, num_pieces[delta.request_id])
+                self._num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None and delta.request_id in self._ends:
+                    self._ends[delta.request_id].set_result(None)
+            await asyncio.sleep(0)
 
 
 class Prompts:
@@ -160,10 +188,7 @@ class Prompts:
         self._known: dict[str, tuple[int, ...]] = {}
         self._num_made = 0
 
-    def requests(self, asks: list[Ask]) -> list[Request]:
-        return [self._request(ask) for ask in asks]
-
-    def _request(self, ask: Ask) -> Request:
+    def request(self, ask: Ask) -> Request:
         if ask.text not in self._known:
             text = self._template.render([Message("user", ask.text)])
             self._known[ask.text] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -182,7 +207,7 @@ async def opened(kind: str, place: str, step_times: list[tuple[int, float]]) -> 
     if kind == "engine":
         if step_times:
             install(step_times)
-        yield EnginePlayer(Engine.load(config), prompts)
+        yield LoopPlayer(Engine.load(config), prompts)
         return
     engine = await AsyncEngine.start(config)
     try:
@@ -195,17 +220,43 @@ async def play_rounds(player: Player) -> None:
     """Answer each line of the standard input until it ends; the first line out says that all is ready."""
     say({"ready": True})
     while line := await asyncio.to_thread(sys.stdin.readline):
-        asks = [Ask(**fields) for fields in json.loads(line)]
-        start = time.perf_counter()
-        times = await player.play(asks)
-        say(
-            {
-                "seconds": max(item.end for item in times) - start,
-                "first_seconds": statistics.median(item.first for item in times) - start,
-                "num_tokens": sum(ask.num_tokens for ask in asks),
-                "num_pieces": sum(item.num_pieces for item in times),
-            }
-        )
+        order = json.loads(line)
+        chains = [[Ask(**fields) for fields in chain] for chain in order["chains"]]
+        say(await play_window(player, chains, order["warm_seconds"], order["seconds"]))
+
+
+async def play_window(
+    player: Player, chains: list[list[Ask]], warm_seconds: float, seconds: float
+) -> dict[str, float]:
+    """Keep a stream of each chain busy, and count the tokens of `seconds` behind the first ones."""
+    heard = Heard()
+
+    async def repeat(chain: list[Ask]) -> None:
+        for ask in itertools.cycle(chain):
+            await player.play(ask, heard)
+
+    streams = [asyncio.create_task(repeat(chain)) for chain in chains]
+    try:
+        counts = []
+        for pause in (warm_seconds, seconds):
+            await asyncio.wait(streams, timeout=pause, return_when=asyncio.FIRST_EXCEPTION)
+            counts.append((time.perf_counter(), await player.num_tokens(), heard.num_pieces))
+        heard.first_seconds.append(math.inf)  # the median stands where none has begun
+    finally:
+        for stream in streams:
+            stream.cancel()
+        ends = await asyncio.gather(*streams, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+    await asyncio.sleep(SETTLE_SECONDS)
+    (start, first, pieces), (stop, last, all_pieces) = counts
+    return {
+        "seconds": stop - start,
+        "num_tokens": last - first,
+        "num_pieces": all_pieces - pieces,
+        "first_seconds": statistics.median_low(heard.first_seconds),
+    }
 
 
 def say(message: dict[str, Any]) -> None:
