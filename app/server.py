@@ -63,7 +63,8 @@ class ModelCard:
 
 
 class LLMServer:
-    """Answers calls with one engine. `answer` yields one message per engine step.
+    """Answers calls with one engine. `answer` yields one message per engine step,
+    or of several steps where `pace` says so.
 
     The first message is either a `Reply`, which is the whole answer or an error, or the first events of a
     stream; nothing but more events follows those.
