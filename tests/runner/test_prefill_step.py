@@ -137,6 +137,26 @@ def test_networks_see_positions_that_they_know_and_chunks_the_feature_before_the
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_the_draft_pairs_each_token_with_the_feature_of_the_position_before_it(name):
+    memory, chunks, filled = Memory.make(DeviceReference()), chunks_of(name), []
+    memory.step._drafter.fill = filled.append
+    packed = PackedChunks.padded(chunks, SHAPES[1], CPU)
+    kept = [memory.tables.features[chunk.slot, (chunk.start - 1) % WINDOW].clone() for chunk in chunks]
+    with torch.inference_mode():
+        output = memory.step.run_target(packed)
+        memory.step.fill_draft(packed, output)
+    (pairs,), first, end = filled, 0, 0
+    for chunk, before in zip(chunks, kept, strict=True):
+        size = len(chunk.token_ids)
+        span, first = slice(first, first + size + 1), first + size + 1
+        begin, end = end, end + size
+        assert pairs.token_ids[span].tolist() == [*chunk.token_ids, chunk.next_token_id]
+        assert pairs.positions[span].tolist() == [*range(chunk.start, chunk.start + size + 1)]
+        assert torch.equal(pairs.features[span], torch.cat((before[None], output.features[begin:end])))
+    assert (pairs.slots[first:] == 0).all()
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_backend_that_cuts_chunks_on_the_host_leaves_the_same(name):
     chunks, exact, cut = chunks_of(name), Memory.make(DeviceReference()), Memory.make(CpuAttention())
     run_packed(exact, PackedChunks.exact(chunks, CPU))
