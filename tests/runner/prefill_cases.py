@@ -55,11 +55,10 @@ class RerunRecorder:
 # Prompts, and engines of `block_size` 4 that take them in small pieces, share their beginnings, or are too
 # small.
 SCENARIOS = {
-    "mixed sizes": (prompts(9), {}),
     "one token and many": (prompts(6, length=1, seed=1) + prompts(1, length=120), {}),
     "in chunks": (prompts(7, length=45, seed=2), {"max_batched_tokens": 24}),
     "prefix hits": (prompts(6, length=5, shared=67), {"max_num_seqs": 2}),
-    "preempted": (prompts(9), {"num_blocks": 60}),
+    "preempted, of mixed sizes": (prompts(9), {"num_blocks": 60}),
 }
 
 
@@ -102,7 +101,7 @@ def check_scenario(name, target, backend, block_size=4, num=None, **draft):
     assert exact._runner.prefill.num_replays == 0
     stats = engine.stats()
     assert (stats.num_prefix_hit_tokens > 0) == (name == "prefix hits"), stats
-    assert (stats.num_preemptions > 0) == (name == "preempted"), stats
+    assert (stats.num_preemptions > 0) == (name == "preempted, of mixed sizes"), stats
     assert stats.num_drafted > 0
     for found, right in zip(engine._runner.page_pools, exact._runner.page_pools, strict=True):
         # Block 0 takes what padding stores.

@@ -1,9 +1,10 @@
 """A prefill padded to a larger shape leaves what the exact one does, and nothing anywhere else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from engine.attention.cpu import CpuAttention
 from engine.batch import PrefillChunk
@@ -165,6 +166,21 @@ def test_a_backend_that_cuts_chunks_on_the_host_leaves_the_same(name):
     for mine, theirs in zip(cut.pools, exact.pools, strict=True):
         assert_near(mine.k[:, 1:], theirs.k[:, 1:])
     assert not cut.step.is_capturable
+
+
+@pytest.mark.parametrize("backend", [DeviceReference(), CpuAttention()], ids=["device", "host"])
+def test_what_is_captured_reads_nothing_on_the_host(backend):
+    memory, packed = Memory.make(backend), PackedChunks.exact(chunks_of("many"), CPU)
+    # Tensors without contents: whatever reads one raises.
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        packed = replace(packed, values=mode.from_tensor(packed.values))
+        if not memory.step.is_capturable:
+            with pytest.raises(DataDependentOutputException):
+                memory.step.run_target(packed)
+            return
+        held = memory.step.room(packed.shape)
+        held.copy_(memory.step.run_target(packed))
+        memory.step.fill_draft(packed, held)
 
 
 def test_a_chunk_that_is_not_finite_is_told_from_its_neighbours():
