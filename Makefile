@@ -17,8 +17,9 @@ setup: $(STAMP)  ## make .venv with everything in it
 serve: setup  ## serve SmolLM2 with its draft on port 8000
 	$(BIN)/eyas serve $(ARGS)
 
+# In two processes, but for what ARGS ask for: the slow tests measure times.
 test: setup  ## run the tests; ARGS="-m slow" and the like go to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
 
 fuzz: setup  ## at least 2,000 cases against the API's own document
 	$(BIN)/python -m pytest -m slow tests/app/test_schemathesis.py $(ARGS)

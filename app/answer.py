@@ -6,10 +6,12 @@ It joins the detokenizer and the stop strings; which request a choice belongs to
 from collections.abc import Sequence
 from typing import Literal
 
+from app.run_detokenizer import RunDetokenizer
 from app.tokenizer import Tokenizer
-from engine import FinishReason, IncrementalDetokenizer, SequenceDelta, StepError, StopStrings
+from engine import FinishReason, SequenceDelta, StepError, StopStrings
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
+FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 class Answer:
@@ -29,7 +31,7 @@ class Answer:
         stop_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._detokenizer = RunDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stops = stops
         self._min_tokens = min_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -52,7 +54,7 @@ class Answer:
         Sets `end` with the last one. Raises `StepError` where the engine gave the sequence up.
         """
         assert self.end is None, f"a step of {delta.request_id} after its answer ended"
-        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if delta.finish_reason in FAILURES:
             raise StepError(delta.message or f"the engine ended the request: {delta.finish_reason}")
         token_ids = delta.token_ids
         shown = token_ids[:-1] if self._ends_with_stop_token(delta) else token_ids

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.drafts import AUTO_DRAFT, draft_folder
+from app.message_pace import MESSAGES_PER_SECOND
 from app.version import version
 from engine import ConfigError, EngineConfig, PrecisionConfig, SpeculationConfig, resolve_model
 from ops.tracing.context import TraceSource
@@ -126,6 +127,7 @@ class ServerConfig(_Section):
     ingress runs, and `cors_origins` are the web pages whose scripts may call ("*" for all).
     `max_prompt_tokens` bounds a prompt below the context, `max_concurrent_calls` the calls in flight on one
     replica; more are answered 429. A stream without a first token gets a comment every `keep_alive_s`.
+    A replica sends up to `messages_per_second` over all its streams; above that, steps share messages.
     `drain_timeout_s` bounds how long a stopping replica waits for its streams: set it to the longest answer.
     """
 
@@ -140,6 +142,7 @@ class ServerConfig(_Section):
     api_key_file: Path | None = None
     cors_origins: tuple[str, ...] = ()
     keep_alive_s: float = Field(default=15.0, gt=0)
+    messages_per_second: float = Field(default=MESSAGES_PER_SECOND, gt=0)
     num_replicas: int = Field(default=1, ge=1)
     num_gpus: float = Field(default=0, ge=0)
     routing: Literal["prefix", "queue"] = "prefix"

@@ -5,12 +5,13 @@ written as JSON is left to `streaming`.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.answer import Answer, AnswerEnd
+from app.answer import FAILURES, Answer, AnswerEnd
 from app.call import CallOptions
 from app.logprobs import ScoredToken, scored_token
 from app.tokenizer import Tokenizer
@@ -41,9 +42,11 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What a step added to choice `index`: `num_tokens` is its total so far, `end` set on its last delta.
+    """What one step or several added to choice `index`: `num_tokens` is its total so far, `end` set on its
+    last delta.
 
-    `tokens` are those of the step where log-probabilities are asked for; a token may come before its text,
+    `drafts` has the draft tokens that each step verified and kept. `tokens` are those of the steps where
+    log-probabilities are asked for; a token may come before its text,
     which a stop string can hold back. `prompt_logprobs`, on the first delta, are those of a scored prompt.
     """
 
@@ -52,105 +55,140 @@ class ChoiceDelta:
     num_tokens: int
     num_cached: int
     end: AnswerEnd | None
-    num_drafted_in_step: int = 0
-    num_accepted_in_step: int = 0
+    drafts: tuple[tuple[int, int], ...] = ()
     calls: tuple[CallDelta, ...] = ()
     tokens: tuple[ScoredToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A choice has no more deltas: it is complete, or `error` stopped it."""
-
-    error: Exception | None
-
-
 async def run_choices(
-    engine: TokenEngine, tokenizer: Tokenizer, requests: Sequence[Request], options: CallOptions
+    engine: TokenEngine,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    options: CallOptions,
+    turn: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[list[ChoiceDelta], None]:
-    """Yield what the choices gained, all that is ready at a time. The first error ends them all."""
-    # One queue, so that a slow client gets fewer and larger messages, never a growing number of them.
-    queue: asyncio.Queue[ChoiceDelta | _Ended] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_pump(_run_choice(engine, tokenizer, idx, request, options), queue))
-        for idx, request in enumerate(requests)
-    ]
-    num_open = len(tasks)
+    """Yield what the choices gained, all that is there at a time; `turn` is awaited between two times. The
+    first error ends them all.
+    """
+    news, may_pull = asyncio.Event(), asyncio.Event()
+    may_pull.set()
+    choices = [_Choice(engine, tokenizer, idx, request, options) for idx, request in enumerate(requests)]
+    tasks = [asyncio.create_task(choice.pull(news, may_pull)) for choice in choices]
     try:
-        while num_open:
-            ready = [await queue.get()]
-            while not queue.empty():
-                ready.append(queue.get_nowait())
-            for item in ready:  # before the deltas: a call that is refused in part must not begin
-                if isinstance(item, _Ended):
-                    num_open -= 1
-                    if item.error is not None:
-                        raise item.error
-            if deltas := [item for item in ready if isinstance(item, ChoiceDelta)]:
+        while not all(choice.is_over for choice in choices):
+            await news.wait()
+            news.clear()
+            for choice in choices:  # before the deltas: a call that is refused in part must not begin
+                if choice.error is not None:
+                    raise choice.error
+            if deltas := [delta for choice in choices if (delta := choice.take(news)) is not None]:
+                # Nobody is woken for the steps that come meanwhile: they wait in the engine's own queues.
+                may_pull.clear()
                 yield deltas
+                await turn()
+                may_pull.set()
+                await asyncio.sleep(0)  # they are pulled now, and taken together
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(
-    deltas: AsyncGenerator[ChoiceDelta, None], queue: asyncio.Queue[ChoiceDelta | _Ended]
-) -> None:
-    error: Exception | None = None
-    try:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                queue.put_nowait(delta)
-    except Exception as caught:  # handed to the reader of the queue, who raises it
-        error = caught
-    queue.put_nowait(_Ended(error))
+class _Choice:
+    """One choice: the steps that nobody has taken yet, and its text so far.
 
+    A delta is made of all steps that are there, so that a slow client gets fewer and larger messages, never a
+    growing number of them.
+    """
 
-async def _run_choice(
-    engine: TokenEngine, tokenizer: Tokenizer, index: int, request: Request, options: CallOptions
-) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yield the text of one choice; leaving early, as with a lost client, aborts its sequence."""
-    answer = Answer(
-        tokenizer,
-        request.prompt_token_ids,
-        StopStrings(options.stops, options.includes_stop),
-        min_tokens=request.sampling.min_tokens,
-        stop_token_ids=(*request.sampling.stop_token_ids, *engine.facts.eos_token_ids),
-        skip_special_tokens=options.skips_special_tokens,
-    )
-    num_drafted = 0
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    async with aclosing(engine.generate(request)) as steps:
-        async for step in steps:
-            if not step.token_ids and step.finish_reason is None:
-                prompt_logprobs += step.logprobs
-                continue
-            num_before = answer.num_tokens
-            text = answer.append(step)
-            yield ChoiceDelta(
-                index,
-                text,
-                answer.num_tokens,
-                step.num_prefix_hits,
-                answer.end,
-                step.num_drafted - num_drafted,
-                step.num_accepted_in_step,
-                tokens=_scored(tokenizer, answer, num_before, step),
-                prompt_logprobs=prompt_logprobs,
+    def __init__(
+        self, engine: TokenEngine, tokenizer: Tokenizer, index: int, request: Request, options: CallOptions
+    ) -> None:
+        self.error: Exception | None = None
+        self._engine, self._tokenizer, self._index, self._request = engine, tokenizer, index, request
+        self._answer = Answer(
+            tokenizer,
+            request.prompt_token_ids,
+            StopStrings(options.stops, options.includes_stop),
+            min_tokens=request.sampling.min_tokens,
+            stop_token_ids=(*request.sampling.stop_token_ids, *engine.facts.eos_token_ids),
+            skip_special_tokens=options.skips_special_tokens,
+        )
+        self._steps: list[SequenceDelta] = []
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._num_drafted = 0
+        self._is_pulled = False
+
+    @property
+    def is_over(self) -> bool:
+        """True once there is nothing more to take."""
+        return self._answer.is_over or (self._is_pulled and not self._steps)
+
+    async def pull(self, news: asyncio.Event, may_pull: asyncio.Event) -> None:
+        """Collect the steps of the engine; leaving early, as with a lost client, aborts the sequence."""
+        try:
+            async with aclosing(self._engine.generate(self._request)) as steps:
+                async for step in steps:
+                    if step.token_ids or step.finish_reason is not None:
+                        self._steps.append(step)
+                        news.set()
+                    else:
+                        self._prompt_logprobs += step.logprobs
+                    await may_pull.wait()
+                    if self.is_over:
+                        return
+        except Exception as error:  # handed to the reader, who raises it
+            self.error = error
+        finally:
+            self._is_pulled = True
+            news.set()
+
+    def take(self, news: asyncio.Event) -> ChoiceDelta | None:
+        """Return what the steps since the last time brought. Raises `StepError` where the engine gave the
+        sequence up; what came before is taken first.
+        """
+        if self._answer.is_over or not self._steps:
+            return None
+        steps, self._steps = self._steps, []
+        if len(steps) > 1 and steps[-1].finish_reason in FAILURES:
+            self._steps = [steps.pop()]
+            news.set()
+        delta = self._delta(steps)
+        self._prompt_logprobs = ()
+        if delta.end is not None:
+            self._engine.finish(self._request.request_id)  # a stop string is not seen by the engine
+        return delta
+
+    def _delta(self, steps: Sequence[SequenceDelta]) -> ChoiceDelta:
+        answer, last, num_before = self._answer, steps[-1], self._answer.num_tokens
+        totals = [self._num_drafted, *(step.num_drafted for step in steps)]
+        self._num_drafted = last.num_drafted
+        if len(steps) > 1:
+            last = last._replace(
+                token_ids=tuple(token_id for step in steps for token_id in step.token_ids),
+                logprobs=tuple(entry for step in steps for entry in step.logprobs),
             )
-            prompt_logprobs = ()
-            num_drafted = step.num_drafted
-            if answer.end is not None:
-                engine.finish(request.request_id)  # a stop string is not seen by the engine
-                return
+        text = answer.append(last)
+        return ChoiceDelta(
+            self._index,
+            text,
+            answer.num_tokens,
+            last.num_prefix_hits,
+            answer.end,
+            tuple(
+                (after - before, step.num_accepted_in_step)
+                for (before, after), step in zip(itertools.pairwise(totals), steps, strict=True)
+            ),
+            tokens=_scored(self._tokenizer, answer, num_before, last),
+            prompt_logprobs=self._prompt_logprobs,
+        )
 
 
 def _scored(
     tokenizer: Tokenizer, answer: Answer, num_before: int, step: SequenceDelta
 ) -> tuple[ScoredToken, ...]:
-    """Return the tokens of a step that `answer` has counted, as many as were scored: all or none."""
+    """Return the tokens of a delta that `answer` has counted, as many as were scored: all or none."""
     kept = zip(range(num_before, answer.num_tokens), step.token_ids, step.logprobs, strict=False)
     return tuple(
         scored_token(tokenizer, token_id, entry, answer.offset_of(idx)) for idx, token_id, entry in kept

@@ -15,6 +15,7 @@ from app.chat import ChatTemplate
 from app.choices import Limits
 from app.config import ServerConfig
 from app.live import LiveControl
+from app.message_pace import MessagePace
 from app.metrics import ReplicaSnapshot
 from app.ready import ReadyTimes
 from app.replica_load import LoadMeter
@@ -60,7 +61,15 @@ class Replica:
             engine_config.model, facts.vocab_size, facts.eos_token_ids, facts.model_digest
         )
         server = LLMServer(
-            engine, tokenizer, template, config.name, limits, name, sink=sink, compiler=compiler
+            engine,
+            tokenizer,
+            template,
+            config.name,
+            limits,
+            name,
+            sink=sink,
+            compiler=compiler,
+            pace=MessagePace(config.messages_per_second),
         )
         return Replica(
             server,

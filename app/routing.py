@@ -14,6 +14,7 @@ BLOCK_BYTES = 512  # of a prompt that one key names; some 100 tokens of English
 MOST_BLOCKS = 64  # keys of one prompt: what is longer is alike enough
 MATCH_WORTH = 0.5  # a prompt that is cached whole outweighs so much more load, 1 being a full replica
 MOST_KEYS = 100_000
+_ANY_TEXT = ("utf-8", "surrogatepass")  # halves of surrogate pairs too
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,15 @@ class PrefixTable:
 
 
 def _prompt_bytes(call: Call) -> bytes:
-    """Return the prompt as bytes that begin alike where prompts do. Only a call's first prompt counts."""
+    """Return the prompt as bytes that begin alike where prompts do. Only a call's first prompt counts.
+
+    Whatever a client may send has some: this runs before the replica's checks, in Serve's router, which would
+    leave a call whose router raises without an answer.
+    """
     if isinstance(call, ChatCall):
         tools = "".join(f"{tool.name}\0{tool.description}\0" for tool in call.shape.tools)
-        return (tools + "".join(f"{m.role}\0{m.content}\0" for m in call.messages)).encode()
+        return (tools + "".join(f"{m.role}\0{m.content}\0" for m in call.messages)).encode(*_ANY_TEXT)
     prompt = call.prompts[0]
     if isinstance(prompt, str):
-        return prompt.encode()
-    return b"".join(token_id.to_bytes(4, "little", signed=True) for token_id in prompt)
+        return prompt.encode(*_ANY_TEXT)
+    return b"".join((token_id & 0xFFFFFFFF).to_bytes(4, "little") for token_id in prompt)

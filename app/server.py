@@ -28,6 +28,7 @@ from app.echo import Echo, unanswered, with_echo, without_answer
 from app.errors import UnknownModelError, event_for, reply_for, status_of
 from app.generation import ChoiceDelta, TokenEngine, run_choices
 from app.logprobs import JSON
+from app.message_pace import MESSAGES_PER_SECOND, MessagePace, no_turn
 from app.metrics import Histogram, ReplicaSnapshot
 from app.outcomes import Ending, Outcomes, outcome_of
 from app.prompts import Prompts
@@ -62,7 +63,8 @@ class ModelCard:
 
 
 class LLMServer:
-    """Answers calls with one engine. `answer` yields one message per engine step.
+    """Answers calls with one engine. `answer` yields one message per engine step,
+    or of several steps where `pace` says so.
 
     The first message is either a `Reply`, which is the whole answer or an error, or the first events of a
     stream; nothing but more events follows those.
@@ -79,10 +81,12 @@ class LLMServer:
         clock: Callable[[], float] = time.monotonic,
         sink: SpanSink | None = None,
         compiler: GrammarCompiler | None = None,
+        pace: MessagePace | None = None,
     ) -> None:
         self._tracing = None if sink is None else TracedEngine(engine, sink, clock)
         self._engine = self._tracing or engine
         self._compiler = compiler
+        self._pace = pace or MessagePace(MESSAGES_PER_SECOND)
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template)
         self._tool_format = template.tool_format
@@ -218,7 +222,8 @@ class LLMServer:
         is_alone = options.max_tokens == 0
         if is_alone and not options.shows_logprobs:
             return unanswered(len(requests))
-        steps = run_choices(self._engine, self._tokenizer, requests, options)
+        turn = self._pace.turn if options.is_stream else no_turn
+        steps = run_choices(self._engine, self._tokenizer, requests, options, turn)
         return without_answer(steps) if is_alone else steps
 
     async def _steps(self, run: Steps) -> Steps:

@@ -144,7 +144,8 @@ class Tally:
         self._num_tokens[delta.index] = delta.num_tokens
         if delta.index % self._num_choices == 0:
             self._num_cached[delta.index] = delta.num_cached
-        self._speculation.observe(delta.num_drafted_in_step, delta.num_accepted_in_step)
+        for num_drafted, num_accepted in delta.drafts:
+            self._speculation.observe(num_drafted, num_accepted)
 
     @property
     def num_completion_tokens(self) -> int:

