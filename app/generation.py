@@ -45,6 +45,7 @@ class ChoiceDelta:
 
     `tokens` are those of the step where log-probabilities are asked for; a token may come before its text,
     which a stop string can hold back. `prompt_logprobs`, on the first delta, are those of a scored prompt.
+    `started` is when the first step of the choice was planned, by the monotonic clock.
     """
 
     index: int
@@ -57,6 +58,7 @@ class ChoiceDelta:
     calls: tuple[CallDelta, ...] = ()
     tokens: tuple[ScoredToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    started: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ async def _run_choice(
                 step.num_accepted_in_step,
                 tokens=_scored(tokenizer, answer, num_before, step),
                 prompt_logprobs=prompt_logprobs,
+                started=step.started,
             )
             prompt_logprobs = ()
             num_drafted = step.num_drafted

@@ -111,8 +111,9 @@ def _check_one_ofs(places: dict[str, Any]) -> None:
     for place, schema in places.items():
         branches = schema.get("oneOf", ()) if isinstance(schema, dict) else ()
         if (overlap := find_overlap(branches, places)) is not None:
+            first, second = overlap
             raise _Unkept(
-                f"{place} has a 'oneOf' whose branches {overlap[0]} and {overlap[1]} may fit the same value: give "
+                f"{place} has a 'oneOf' whose branches {first} and {second} may fit the same value: give "
                 "them different types or different constants of a required property, or write 'anyOf'"
             )
 
