@@ -60,6 +60,7 @@ async def test_numbers_are_those_of_the_engine(client: httpx.AsyncClient) -> Non
     assert value("eyas_accepted_draft_tokens_by_depth_total", depth="1") == 15
     assert value("eyas_steps_by_tree_total", tree="chain-3") == 8
     assert value("eyas_drafts_total") == value("vllm:spec_decode_num_drafts_total") == 18
+    assert value("vllm:spec_decode_num_draft_tokens_total") == 60
     assert value("vllm:spec_decode_num_accepted_tokens_total") == 25
     assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") == 15
     assert value("vllm:kv_cache_usage_perc") == pytest.approx(2 / 33)
