@@ -149,8 +149,8 @@ class HandleBackend:
     async def card(self) -> ModelCard:
         """Return what a replica once said of the model: it holds for all, also while none is there."""
         if self._card is None:
-            self._card = await _translated(self._handle.card.remote(), HEALTH_TIMEOUT_S)
-        assert self._card is not None
+            card: ModelCard = await _translated(self._handle.card.remote(), HEALTH_TIMEOUT_S)
+            self._card = card
         return self._card
 
     async def snapshots(self) -> list[ReplicaSnapshot]:
