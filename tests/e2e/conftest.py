@@ -17,6 +17,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server of `make serve`, with nothing configured but the port."""
-    with launched("smollm2", [], tmp_path_factory.mktemp("smollm2") / "serve.txt") as server:
+    """The server of `make serve`, in float32, where no tree changes an answer."""
+    with launched(
+        "smollm2", ["--dtype", "float32"], tmp_path_factory.mktemp("smollm2") / "serve.txt"
+    ) as server:
         yield server
