@@ -23,6 +23,7 @@ CLIENTS = ("curl", "openai_python", "langchain_openai_chat", "litellm_completion
 SERVED = [("server", client) for client in CLIENTS]
 SERVED += [pytest.param(("default_server", client), marks=pytest.mark.slow) for client in CLIENTS]
 NUM_TOP = 3
+NUM_CALLS = {"tiny": 2, "smollm2": 1}
 TOLERANCE = 1e-4
 Answers = dict[str, dict[str, Any]]
 
