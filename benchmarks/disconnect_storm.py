@@ -86,7 +86,9 @@ class Storm:
                         await asyncio.sleep(rng.random())
                     elif point == "in the answer":
                         self.statuses[await status_of(reader)] += 1
-                        await reader.read(rng.randrange(MAX_ANSWER_BYTES))
+                        num_left = rng.randrange(MAX_ANSWER_BYTES)
+                        while num_left > 0 and (piece := await reader.read(num_left)):
+                            num_left -= len(piece)
                     if rng.random() < 0.5:
                         writer.transport.abort()  # a reset, where closing says good-bye
                 self.ends[f"vanished {point}"] += 1
@@ -174,15 +176,19 @@ class Storm:
     async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """Connect with buffers so small that a client that does not read is felt by the server."""
         place = urlsplit(self.site.url)
-        with socket.socket() as plug:
-            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            plug.setblocking(False)
+        plug = socket.socket()
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        plug.setblocking(False)
+        try:
             await asyncio.get_running_loop().sock_connect(plug, (place.hostname, place.port))
-            reader, writer = await asyncio.open_connection(sock=plug, limit=SLOW_BYTES)
-            try:
-                yield reader, writer
-            finally:
-                writer.close()
+        except OSError:
+            plug.close()
+            raise
+        reader, writer = await asyncio.open_connection(sock=plug, limit=SLOW_BYTES)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
 
     def note(self, end: str, error: Exception) -> None:
         self.ends[end] += 1
