@@ -4,8 +4,10 @@ A cell is a context, a batch and an acceptance: the profile of a draft, or half 
 the sizes of a published model and random weights (for SmolLM2 the draft is the shipped one), contexts are
 random pages that no prompt filled, acceptance is replayed. In every round all modes answer the same prompts
 with the same seeds, in an order that alternates; trees that are far from the best are left out after a few
-rounds. The dispatcher that learns has an engine of its own, times its steps as at every start, and keeps what
-it learnt from cell to cell; it runs for a while at each before it is measured. Run, on a GPU:
+rounds. Time is measured, and each call counts the tokens that its tree brings on average under the replayed
+acceptance: so chance in what was accepted is not taken for speed. The dispatcher that learns has an engine of
+its own, times its steps as at every start, and keeps what it learnt from cell to cell; it runs for a while at
+each before it is measured. Run, on a GPU:
 
 python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out DIR
 """
@@ -16,6 +18,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,9 +50,11 @@ from engine.runner.calibrate import choose_device, choose_dtype
 from engine.runner.rates import synchronize
 from engine.runner.synthetic import eagle3_config, fill_pages, random_head, random_target
 from engine.runner.worker import Origin, Worker, choose_verify, count_positions, wire_worker
+from engine.stats import EngineStats
 from engine.step_times import measure_latency
 from engine.synthetic import cache_contexts, predict_bytes
 from engine.tree.library import TreeLibrary
+from engine.tree.search import acceptance_length
 from engine.tree.topology import MAX_NODES
 
 AUTO, PLAIN = "auto", "off"
@@ -112,12 +117,15 @@ class Bench:
             replace(config, speculation=SpeculationConfig(mode=PLAIN)), worker, self._kv_cache
         )
         self.facts, self._device = worker.facts, torch.device(worker.facts.device)
-        trees = [worker.library.get(tree) for tree in table.names]
-        self.trees = [tree.name for tree in select_arms(trees, self._profile, table)]
+        self._known = [worker.library.get(tree) for tree in table.names]
+        self._lengths: dict[str, float] = {}  # tokens per call under the acceptance of the cell at hand
+        self.trees = [tree.name for tree in select_arms(self._known, self._profile, table)]
 
     def measure(self, cell: Cell, deadline: float) -> Result | None:
         """Return the result of a cell; None where not a few rounds fit before `deadline`."""
-        self._replay.set_profile([[p * SHARES[cell.acceptance] for p in row] for row in self._profile])
+        profile = [[p * SHARES[cell.acceptance] for p in row] for row in self._profile]
+        self._replay.set_profile(profile)
+        self._lengths = {tree.name: acceptance_length(tree, profile) for tree in self._known}
         prompts = _prompts(cell, self.facts.vocab_size)
         self._settle(cell, prompts)
         trees = [tree for tree in self.trees if self.table.seconds(tree, cell.batch, 0) < float("inf")]
@@ -149,7 +157,9 @@ class Bench:
     def _run(
         self, engine: Engine, cell: Cell, prompts: Sequence[tuple[int, ...]], mode: str, round_idx: int
     ) -> float:
-        """Return the tokens per second of one round, from the first request to the last token."""
+        """Return the tokens per second of one round, from the first request to the last token, each call with
+        what its tree brings on average.
+        """
         cache_contexts(self._kv_cache, prompts)
         requests = [
             Request(
@@ -165,10 +175,21 @@ class Bench:
             )
             for row, prompt in enumerate(prompts)
         ]
+        before = engine.stats()
         synchronize(self._device)
         started = time.perf_counter()
-        completions = run_to_end(engine, requests)
-        return sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - started)
+        run_to_end(engine, requests)
+        seconds = time.perf_counter() - started
+        return self._expected_tokens(before, engine.stats()) / seconds
+
+    def _expected_tokens(self, before: EngineStats, after: EngineStats) -> float:
+        """Return what the calls between two states bring on average; rows that were dropped, since their
+        answers had ended, are no calls.
+        """
+        rows = Counter(dict(after.steps_by_tree))
+        rows.subtract(dict(before.steps_by_tree))
+        brought = sum(num_rows * self._lengths[tree] for tree, num_rows in rows.items())
+        return brought * (after.num_calls - before.num_calls) / rows.total()
 
 
 def main() -> int:
@@ -186,8 +207,10 @@ def main() -> int:
     random.Random(0).shuffle(cells)  # noqa: S311 - which cells are measured is no secret
     left_out = cells[options.cells :] if options.cells else []
     cells = cells[: options.cells] if options.cells else cells
-    left_out += [cell for cell in cells if not _fits(options, cell)]
-    cells = [cell for cell in cells if cell not in left_out]
+    while cells and not _fits(options, cells):
+        widest = max(cells, key=lambda cell: (cell.batch * cell.context, str(cell)))
+        cells.remove(widest)
+        left_out.append(widest)
     bench = Bench(options.model, cells, options.tokens, options.block_size)
     print(f"steps timed in {bench.calibration_seconds:.1f} s; arms: {', '.join(bench.trees)}")
     print(
@@ -216,11 +239,11 @@ def main() -> int:
     return 0 if num_within == len(results) else 1
 
 
-def _fits(options: argparse.Namespace, cell: Cell) -> bool:
-    """Return whether the device has memory for a cell, its widest trees included."""
+def _fits(options: argparse.Namespace, cells: Sequence[Cell]) -> bool:
+    """Return whether the device has memory for one engine for all cells, its widest trees included."""
     if not torch.cuda.is_available():
         return True
-    config = _config(options.model, (cell,), options.tokens, options.block_size)
+    config = _config(options.model, cells, options.tokens, options.block_size)
     assert config.num_blocks is not None
     needed = predict_bytes(shape_of(options.model), config, config.num_blocks, MAX_NODES)
     return needed < _DEVICE_SHARE * torch.cuda.mem_get_info()[0]

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.dispatcher.calibration import CalibrationPlan, calibrate
 from engine.dispatcher.latency import LatencyTable
 from engine.request import SamplingParams
-from engine.runner.graphs import row_bucket
+from engine.runner.graphs import CaptureMemoryError, row_bucket
 from engine.runner.step_handle import StepHandle
 from engine.runner.worker import Worker
 from engine.stats import EngineFacts
@@ -55,7 +55,11 @@ class StepTimes:
         """Return the seconds of a step of `batch` rows over `tree`, each behind about `context` cached
         tokens; infinity where so many do not fit.
         """
-        self._runner.capture(tree, range(batch, batch + 1))
+        try:
+            self._runner.capture(tree, range(batch, batch + 1))
+        except CaptureMemoryError as error:
+            logger.warning("steps not timed: %s", error)
+            return math.inf
         seconds = self._run([tree] * (_NUM_WARM_UP + self._num_steps), batch, context)
         return statistics.median_low(seconds[_NUM_WARM_UP:]) if seconds else math.inf
 

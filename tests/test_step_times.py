@@ -9,6 +9,7 @@ from engine.config import EngineConfig, SpeculationConfig
 from engine.dispatcher.adaptive import AdaptiveDispatcher
 from engine.dispatcher.static import StaticDispatcher
 from engine.engine import assemble_engine
+from engine.runner.graphs import CaptureMemoryError
 from engine.runner.worker import Worker
 from engine.step_times import StepTimes, candidates, measure_latency, plan_timing
 from engine.tree.library import TreeLibrary
@@ -52,6 +53,17 @@ def test_steps_of_that_batch_and_tree_are_timed_once_they_are_captured(batch, na
     assert 0.0 < times.time_step(batch, LIBRARY.get(name), 20) < 10.0
     assert runner.steps == [(batch, name)] * 4
     assert runner.captured == [(name, batch)]
+
+
+def test_what_the_device_has_no_memory_to_capture_takes_for_ever():
+    times, runner, _ = times_of()
+
+    def refuse(topology, num_rows):
+        raise CaptureMemoryError(f"no memory for {topology.name}")
+
+    runner.capture = refuse
+    assert math.isinf(times.time_step(1, LIBRARY.get("tree-8"), 20))
+    assert not runner.steps
 
 
 @pytest.mark.parametrize("shape", [{"max_num_seqs": 2}, {"num_blocks": 10}])

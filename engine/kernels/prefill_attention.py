@@ -3,6 +3,7 @@
 The K/V of a chunk are in its pages before; storing them is left to the caller.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +59,7 @@ def attend_prefill(
     num_kv_heads, group_size = k_pages.shape[2], num_heads // k_pages.shape[2]
     assert k_pages.stride() == v_pages.stride(), (k_pages.stride(), v_pages.stride())
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    num_tiles = sum(triton.cdiv(size * group_size, config.block_m) for size in chunk_lens)
-    _prefill_kernel[(num_tiles, num_kv_heads)](
+    _prefill_kernel[(_count_tiles(chunk_lens, group_size, config.block_m), num_kv_heads)](
         *(q, k_pages, v_pages, block_tables, cu_seqlens, starts, window_starts, out, k_scale, v_scale),
         *(LOG2_E * head_dim**-0.5, len(chunk_lens)),
         *q.stride()[:2],
@@ -76,6 +76,12 @@ def attend_prefill(
         num_warps=config.num_warps,
     )
     return out
+
+
+@functools.lru_cache(maxsize=16)
+def _count_tiles(chunk_lens: tuple[int, ...], group_size: int, block_m: int) -> int:
+    """Return the tiles of all chunks. Kept, since every layer of a pass asks for the same."""
+    return sum(-(-size * group_size // block_m) for size in chunk_lens)
 
 
 @triton.jit

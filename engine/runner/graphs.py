@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from engine.batch import DUMMY_SLOT
+from engine.errors import ConfigError
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
 from engine.runner.guides import GuidedStep
 from engine.runner.step_output import DecodedRows
@@ -29,6 +30,10 @@ CAPTURED_FLAGS = (
     SamplingFlags(is_sampled=True, is_truncated=True),
 )
 R = TypeVar("R")
+
+
+class CaptureMemoryError(ConfigError):
+    """The steps of so many rows over such a tree do not fit the device beside weights and cache."""
 
 
 def row_bucket(num_rows: int) -> int:
@@ -99,11 +104,22 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, topology: TreeTopology, num_rows: int) -> None:
         """Capture the steps of up to `num_rows` rows, of which `topology` is the widest tree. Nothing is
-        captured twice.
+        captured twice. Raises `CaptureMemoryError`, and keeps what was captured before, where memory is
+        short.
         """
         bucket, shape = row_bucket(num_rows), TreeShape.of((topology,))
         if (bucket, shape) in self._sets:
             return
+        try:
+            self._sets[bucket, shape] = self._capture(topology, bucket, shape)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()  # what was tried is of no use to steps that fit
+            raise CaptureMemoryError(
+                f"no memory is left for steps of {bucket} rows over {topology.name}: lower max_num_seqs, or"
+                f" state fewer num_blocks ({error})"
+            ) from error
+
+    def _capture(self, topology: TreeTopology, bucket: int, shape: TreeShape) -> _StepSet:
         self._slots.fill_(DUMMY_SLOT)
         topologies = (topology,) * bucket
         tree = TreeTensors.padded(topologies, shape, self._device)
@@ -113,7 +129,7 @@ class StepGraphs:
         drafts = {width: self._record_draft(tree, rows, width) for width in widths}
         target = self._record(lambda: self._step.run_target(batch, rows))
         commits = {flags: self._record_commit(tree, rows, flags, target.output) for flags in CAPTURED_FLAGS}
-        self._sets[bucket, shape] = _StepSet(tree, topologies, rows, widths, drafts, target, commits)
+        return _StepSet(tree, topologies, rows, widths, drafts, target, commits)
 
     def replay(
         self,
@@ -212,8 +228,10 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             # By thread: another one may be loading a draft meanwhile.
             graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
-            output = run()
-            graph.capture_end()
+            try:
+                output = run()
+            finally:
+                graph.capture_end()  # else the device goes on recording what comes next
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.num_graphs += 1
         return _Recorded(graph, output)

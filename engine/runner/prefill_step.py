@@ -5,6 +5,7 @@ Which chunks run is decided by the scheduler; attention over pages is left to th
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,27 @@ from engine.model.llama import LlamaForCausalLM
 from engine.runner.slot_state import SlotState
 from engine.runner.step_output import PrefilledChunks
 from engine.speculation import upload
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Where C chunks stand, each [C] int64: slots, starts, and from which position on K/V are stored."""
+
+    slots: Tensor
+    starts: Tensor
+    store_from: Tensor
+    lens: tuple[int, ...]
+    num_blocks: int  # that the longest reads
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """T tokens of chunks side by side, each [T] int64: the chunk of each, its position, its pool slot."""
+
+    owners: Tensor
+    positions: Tensor
+    pool_slots: Tensor
+    layout: PrefillLayout
 
 
 class PrefillStep:
@@ -38,83 +60,63 @@ class PrefillStep:
 
     def run(self, chunks: tuple[PrefillChunk, ...]) -> PrefilledChunks:
         """Cache the K/V of every chunk."""
-        lens = tuple(len(chunk.token_ids) for chunk in chunks)
-        token_ids = self._tensor([token for chunk in chunks for token in chunk.token_ids])
-        positions = self._tensor([chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))])
-        starts = self._tensor([chunk.start for chunk in chunks])
-        layout = self._layout(chunks, lens, starts, torch.zeros_like(starts))
-        slots = self._pool_slots(chunks, lens, layout, positions)
-        attend_chunks = self._backend.bind_prefill(layout, self._block_size)
+        # Of a token the host sends its id alone: what follows from its chunk the device works out.
+        text = self._tensor([token for chunk in chunks for token in (*chunk.token_ids, chunk.next_token_id)])
+        where = self._place(chunks)
+        tokens = self._spread(where, 0, torch.zeros_like(where.starts))
+        token_ids = text[torch.arange(sum(where.lens), device=self._device) + tokens.owners]
+        attend_chunks = self._backend.bind_prefill(tokens.layout, self._block_size)
         ops = self._target.ops
 
         def attend(layer_idx: int, qkv: Tensor, angles: Angles) -> Tensor:
-            q = ops.rope_store(qkv, angles, *self._pool.rows(layer_idx), slots)
+            q = ops.rope_store(qkv, angles, *self._pool.rows(layer_idx), tokens.pool_slots)
             return attend_chunks(q, *self._pool.layers[layer_idx])
 
-        output = self._target(token_ids, positions, attend)
+        output = self._target(token_ids, tokens.positions, attend)
         if self._drafter is not None:
-            self._drafter.fill(self._pairs(chunks, lens, output.features))
+            self._drafter.fill(self._pairs(where, text, output.features))
         self._state.note_prefill(chunks, token_ids, output.features)
-        return PrefilledChunks(_all_finite(output.hidden, layout.cu_seqlens), output.hidden)
+        return PrefilledChunks(_all_finite(output.hidden, tokens.layout.cu_seqlens), output.hidden)
 
-    def _pairs(
-        self, chunks: tuple[PrefillChunk, ...], lens: tuple[int, ...], features: Tensor
-    ) -> PromptPairs:
+    def _pairs(self, where: _Chunks, text: Tensor, features: Tensor) -> PromptPairs:
         """Return the pairs that the chunks complete: those of their own tokens and of the token after each.
 
         The first pair of a chunk takes the feature kept before it, which is zero at position 0.
         """
-        num_tokens = features.shape[0]
-        lens = tuple(size + 1 for size in lens)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        for idx, (chunk, size) in enumerate(zip(chunks, lens, strict=True)):
-            first = len(token_ids) - idx
-            token_ids += [*chunk.token_ids, chunk.next_token_id]
-            positions += range(chunk.start, chunk.start + size)
-            rows += [num_tokens + idx, *range(first, first + size - 1)]
-        numbers = self._tensor([*token_ids, *positions, *rows]).view(3, -1)
-        slots = self._tensor([chunk.slot for chunk in chunks])
-        starts = self._tensor([chunk.start for chunk in chunks])
-        before = self._state.tables.features[slots, (starts - 1) % self._state.tables.window]
-        layout = self._layout(chunks, lens, starts, self._state.tables.draft_start[slots])
+        num_tokens, tables = features.shape[0], self._state.tables
+        pairs = self._spread(where, 1, tables.draft_start[where.slots])
+        before = tables.features[where.slots, (where.starts - 1) % tables.window]
+        rows = torch.arange(text.shape[0], device=self._device) - pairs.owners - 1
+        is_first = pairs.positions == where.starts[pairs.owners]
         return PromptPairs(
-            token_ids=numbers[0],
-            positions=numbers[1],
-            features=torch.cat((features, before))[numbers[2]],
-            slots=self._pool_slots(chunks, lens, layout, numbers[1]),
-            layout=layout,
+            token_ids=text,
+            positions=pairs.positions,
+            features=torch.cat((features, before))[torch.where(is_first, num_tokens + pairs.owners, rows)],
+            slots=pairs.pool_slots,
+            layout=pairs.layout,
         )
 
-    def _layout(
-        self, chunks: tuple[PrefillChunk, ...], lens: tuple[int, ...], starts: Tensor, window_starts: Tensor
-    ) -> PrefillLayout:
-        slots = self._tensor([chunk.slot for chunk in chunks])
-        last = max(chunk.start + size for chunk, size in zip(chunks, lens, strict=True))
-        num_blocks = min(-(-last // self._block_size), self._state.tables.block_tables.shape[1])
-        return PrefillLayout(
-            block_tables=self._state.tables.block_tables[slots, :num_blocks],
-            cu_seqlens=self._tensor([0, *itertools.accumulate(lens)]),
-            starts=starts,
-            window_starts=window_starts,
-            chunk_lens=lens,
-        )
+    def _place(self, chunks: tuple[PrefillChunk, ...]) -> _Chunks:
+        columns = ([chunk.slot for chunk in chunks], [chunk.start for chunk in chunks])
+        numbers = self._tensor([*columns[0], *columns[1], *(chunk.store_from for chunk in chunks)])
+        slots, starts, store_from = numbers.view(3, -1)
+        last = max(chunk.start + len(chunk.token_ids) for chunk in chunks)
+        num_blocks = min(-(-(last + 1) // self._block_size), self._state.tables.block_tables.shape[1])
+        return _Chunks(slots, starts, store_from, tuple(len(chunk.token_ids) for chunk in chunks), num_blocks)
 
-    def _pool_slots(
-        self,
-        chunks: tuple[PrefillChunk, ...],
-        lens: tuple[int, ...],
-        layout: PrefillLayout,
-        positions: Tensor,
-    ) -> Tensor:
-        """Return the pool slot of each position [T]: the dummy's where the block is shared."""
-        owners = [idx for idx, size in enumerate(lens) for _ in range(size)]
-        store_from = [chunk.store_from for chunk, size in zip(chunks, lens, strict=True) for _ in range(size)]
-        numbers = self._tensor(owners + store_from).view(2, -1)
-        tables = layout.block_tables[numbers[0]]
-        is_stored = (positions >= numbers[1])[:, None]
-        return slots_of(tables, positions[:, None], is_stored, self._block_size).flatten()
+    def _spread(self, where: _Chunks, num_more: int, window_starts: Tensor) -> _Tokens:
+        """Return the tokens of the chunks, each with `num_more` behind it."""
+        lens = tuple(size + num_more for size in where.lens)
+        cu_seqlens, num_tokens = self._tensor([0, *itertools.accumulate(lens)]), sum(lens)
+        owners = torch.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+        offsets = torch.arange(num_tokens, device=self._device) - cu_seqlens[owners]
+        positions = where.starts[owners] + offsets
+        tables = self._state.tables.block_tables[where.slots, : where.num_blocks]
+        # The dummy's slot where the block is shared.
+        is_stored = (positions >= where.store_from[owners])[:, None]
+        pool_slots = slots_of(tables[owners], positions[:, None], is_stored, self._block_size).flatten()
+        layout = PrefillLayout(tables, cu_seqlens, where.starts, window_starts, lens)
+        return _Tokens(owners, positions, pool_slots, layout)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return upload(values, torch.int64, self._device)

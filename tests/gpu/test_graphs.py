@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.attention.reference import ReferenceAttention
+from engine.runner.graphs import CaptureMemoryError
 from tests.exactness.head import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
 
@@ -68,6 +69,26 @@ def test_rows_with_trees_of_their_own_share_a_replay(sampling):
     graphs = engine._runner._graphs
     assert graphs.num_replays > 0
     assert {"off", "tree-64", "chain-2"} <= {name for name, _ in engine.stats().steps_by_tree}
+
+
+def test_a_capture_without_memory_is_refused_and_leaves_the_engine_as_it_was():
+    target, shape = build_target().cuda(), EngineShape(mode="tree-64")
+    plain = run(build_engine(target, None, EngineShape()), requests("greedy"))
+    drafter = build_drafter(shape, target, CapturableReference())
+    engine = build_engine(target, drafter, shape, backend=CapturableReference())
+    engine.capture("tree-64", 1)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        with pytest.raises(CaptureMemoryError, match=r"over tree-64: lower max_num_seqs.*out of memory"):
+            engine.capture("tree-64", 9)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert run(engine, requests("greedy")) == plain
+    engine.prepare()  # nothing of the failed capture is in the way
+    assert run(engine, requests("greedy")) == plain
+    assert engine._runner._graphs.num_replays > 0
 
 
 def test_preempted_rows_go_on_in_replays():
