@@ -72,9 +72,10 @@ class Storm:
         """Call again and again, and leave at a random point each time."""
         rng = random.Random(seed)  # noqa: S311 - chance, not secrets
         while True:
-            await asyncio.sleep(rng.expovariate(1 / PAUSE_SECONDS))
-            if time.monotonic() > self.until:
+            pause = rng.expovariate(1 / PAUSE_SECONDS)
+            if time.monotonic() + pause > self.until:
                 return
+            await asyncio.sleep(pause)
             request = self.request(rng.randrange(10_000))
             point = rng.choice(("in the request", "before the answer", "in the answer"))
             try:
