@@ -46,8 +46,9 @@ class ChoiceDelta:
     last delta.
 
     `drafts` has the draft tokens that each step verified and kept. `tokens` are those of the steps where
-    log-probabilities are asked for; a token may come before its text,
-    which a stop string can hold back. `prompt_logprobs`, on the first delta, are those of a scored prompt.
+    log-probabilities are asked for; a token may come before its text, which a stop string can hold back.
+    `prompt_logprobs`, on the first delta, are those of a scored prompt. `started` is when the first step of
+    the choice was planned, by the monotonic clock.
     """
 
     index: int
@@ -59,6 +60,7 @@ class ChoiceDelta:
     calls: tuple[CallDelta, ...] = ()
     tokens: tuple[ScoredToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    started: float = 0.0
 
 
 async def run_choices(
@@ -182,6 +184,7 @@ class _Choice:
             ),
             tokens=_scored(self._tokenizer, answer, num_before, last),
             prompt_logprobs=self._prompt_logprobs,
+            started=last.started,
         )
 
 

@@ -42,7 +42,7 @@ MAX_START_ATTEMPTS = 1  # a model that does not load does not load the next time
 HEALTH_PERIOD_S = 2.0  # Serve acts on the third failure
 LOOK_BACK_S = 15.0  # over which figures are averaged; replicas send theirs every 10 s
 ROUTING_PERIOD_S = 2.0  # a request is routed by figures of this age at most
-CONTROL_TIMEOUT_S = 10.0  # for metrics and the model card, which never wait for a decode step
+CONTROL_TIMEOUT_S = 10.0  # for metrics and tokens, which never wait for a decode step
 HEALTH_TIMEOUT_S = 2.0  # a probe waits no longer: Ray would look for a replica while the only one is replaced
 
 
@@ -110,6 +110,7 @@ class HandleBackend:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
         self._streams = handle.options(stream=True)
+        self._card: ModelCard | None = None
 
     async def answer(self, call: Call, call_id: str, trace: TraceContext | None = None) -> Messages:
         """Yield what a replica answers. One that died before its first word has lost nothing: another one is
@@ -146,8 +147,11 @@ class HandleBackend:
         return reply
 
     async def card(self) -> ModelCard:
-        card: ModelCard = await _translated(self._handle.card.remote())
-        return card
+        """Return what a replica once said of the model: it holds for all, also while none is there."""
+        if self._card is None:
+            card: ModelCard = await _translated(self._handle.card.remote(), HEALTH_TIMEOUT_S)
+            self._card = card
+        return self._card
 
     async def snapshots(self) -> list[ReplicaSnapshot]:
         snapshots: list[ReplicaSnapshot] = await _translated(

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from app.live import LiveStatus
 from app.ready import NOT_TIMED, ReadyTimes
 from app.replica_metrics import replica_families
+from app.step_histograms import step_families
 from engine import EngineFacts, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -198,6 +199,10 @@ CALLS = (
 )
 
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "eyas_queue_time_seconds": (
+        "from the end of a call's tokenizing to the first step of a choice",
+        (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    ),
     "eyas_time_to_first_token_seconds": (
         "from the call's arrival to its first text",
         (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -212,16 +217,12 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     ),
 }
 HISTOGRAM_ALIASES = {
+    "vllm:request_queue_time_seconds": "eyas_queue_time_seconds",
     "vllm:time_to_first_token_seconds": "eyas_time_to_first_token_seconds",
     "vllm:request_time_per_output_token_seconds": "eyas_time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds": "eyas_call_duration_seconds",
 }
 BUSY = ("eyas_busy_seconds_total", "seconds in which at least one answer ran or waited")
-PATH_LENGTH = (
-    "eyas_accepted_path_length",
-    "drafts kept by a row that drafted, the token that each step adds itself not counted",
-)
-PATH_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 15)
 INFO = ("eyas_engine_info", "what runs, always 1")
 INFO_LABELS = ["version", "model_digest", "draft_digest", "dtype", "device", "attention_backend"]
 
@@ -287,7 +288,7 @@ class _Snapshots(Collector):
         for replica in self._replicas:
             busy.add_metric([replica.model, replica.replica], replica.busy_seconds)
         yield busy
-        yield self._path_lengths()
+        yield from step_families(self._replicas)
         yield from replica_families(self._replicas)
         for name, (text, _) in HISTOGRAMS.items():
             yield self._histogram(name, text, name)
@@ -311,20 +312,6 @@ class _Snapshots(Collector):
         for replica in self._replicas:
             for outcome, count in replica.calls:
                 family.add_metric([replica.model, replica.replica, outcome], count)
-        return family
-
-    def _path_lengths(self) -> HistogramMetricFamily:
-        """Count rows by the drafts that they kept; those that kept k + 1 or more are in the counter by
-        depth.
-        """
-        family = HistogramMetricFamily(*PATH_LENGTH, labels=[*LABELS, "draft_digest"])
-        for replica in self._replicas:
-            if (digest := replica.stats.draft.digest) is not None:
-                stats = replica.stats
-                beyond = dict(enumerate(stats.accepted_by_depth))
-                edges = [(f"{length}", stats.num_drafts - beyond.get(length, 0)) for length in PATH_LENGTHS]
-                labels = [replica.model, replica.replica, digest]
-                family.add_metric(labels, [*edges, ("+Inf", stats.num_drafts)], stats.num_accepted)
         return family
 
     def _histogram(self, name: str, text: str, source: str) -> HistogramMetricFamily:

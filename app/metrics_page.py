@@ -17,10 +17,10 @@ from app.metrics import (
     INFO,
     INFO_LABELS,
     LABELS,
-    PATH_LENGTH,
     Labelled,
 )
 from app.replica_metrics import replica_families
+from app.step_histograms import STEP_HISTOGRAMS
 
 Row = tuple[str, str, str, str]  # name, type, labels, meaning
 
@@ -59,9 +59,24 @@ _QUERIES = (
         "Share of drafts kept",
         "rate(eyas_accepted_draft_tokens_total[1m]) / rate(eyas_draft_tokens_total[1m])",
     ),
-    ("Batch size: rows per step", "rate(eyas_decode_rows_total[1m]) / rate(eyas_steps_total[1m])"),
+    (
+        "Time in the queue, 95th percentile",
+        "histogram_quantile(0.95, sum by (le) (rate(eyas_queue_time_seconds_bucket[5m])))",
+    ),
+    (
+        "Batch size: rows per step that decodes",
+        "rate(eyas_batch_size_sum[1m]) / rate(eyas_batch_size_count[1m])",
+    ),
+    (
+        "The largest batches: exceeded by one step in twenty",
+        "histogram_quantile(0.95, sum by (le) (rate(eyas_batch_size_bucket[5m])))",
+    ),
     ("Share of each tree", "sum by (tree) (rate(eyas_steps_by_tree_total[1m]))"),
     ("Device time per step", "rate(eyas_step_seconds_total[1m]) / rate(eyas_steps_total[1m])"),
+    (
+        "Device time of a step, 99th percentile",
+        "histogram_quantile(0.99, sum by (le) (rate(eyas_step_time_seconds_bucket[5m])))",
+    ),
     (
         "Host gap: share of busy time in which the device waits",
         "1 - rate(eyas_step_seconds_total[1m]) / rate(eyas_busy_seconds_total[1m])",
@@ -91,7 +106,8 @@ def rows() -> Iterator[Row]:
         yield name, family.type, _code(labels), family.documentation
     yield CALLS[0], "counter", _code(["outcome"]), CALLS[1]
     yield BUSY[0], "counter", "", BUSY[1]
-    yield PATH_LENGTH[0], "histogram", _code(["draft_digest"]), PATH_LENGTH[1]
+    for step in STEP_HISTOGRAMS:
+        yield step.name, "histogram", _code([] if step.label is None else [step.label]), step.text
     for name, (text, _) in HISTOGRAMS.items():
         yield name, "histogram", "", text
     for alias, name in HISTOGRAM_ALIASES.items():

@@ -100,6 +100,7 @@ class LLMServer:
         self._created = int(time.time())
         self._version = version()
         self._fingerprint = f"eyas-{self._version}-{engine.facts.model_digest[:8]}"
+        self._queue = Histogram("eyas_queue_time_seconds")
         self._first_token = Histogram("eyas_time_to_first_token_seconds")
         self._per_token = Histogram("eyas_time_per_output_token_seconds")
         self._duration = Histogram("eyas_call_duration_seconds")
@@ -123,7 +124,9 @@ class LLMServer:
             facts=self._engine.facts,
             stats=await self._engine.stats(),
             calls=self._outcomes.snapshot(),
-            histograms=tuple(h.snapshot() for h in (self._first_token, self._per_token, self._duration)),
+            histograms=tuple(
+                h.snapshot() for h in (self._queue, self._first_token, self._per_token, self._duration)
+            ),
             busy_seconds=self._admission.busy_seconds,
         )
 
@@ -236,6 +239,8 @@ class LLMServer:
                 if not first:
                     self._first_token.observe(now - start)
                 for delta in deltas:
+                    if delta.index not in first:
+                        self._queue.observe(max(0.0, delta.started - start))
                     first_time, num_first = first.setdefault(delta.index, (now, delta.num_tokens))
                     if delta.end is not None and delta.num_tokens > num_first:
                         self._per_token.observe((now - first_time) / (delta.num_tokens - num_first))

@@ -35,7 +35,7 @@ from engine.request import FinishReason, Request, SamplingParams
 from engine.runner.preflight import check_config
 from engine.runner.rates import MachineRates
 from engine.runner.synthetic import shape_of
-from engine.stats import EngineFacts, EngineStats
+from engine.stats import STEP_SECONDS, EngineFacts, EngineStats
 from engine.stop_strings import StopStrings
 from engine.synthetic import SyntheticEngine, SyntheticWeights, WorkPart, predict_bytes
 from engine.tree.library import DEFAULT_PROFILE, TreeLibrary
@@ -50,6 +50,7 @@ __all__ = [
     "DEFAULT_PROFILE",
     "MAX_GAP",
     "NO_DRAFT",
+    "STEP_SECONDS",
     "AsyncEngine",
     "CapacityError",
     "ConfigError",

@@ -1,12 +1,13 @@
 """Counting what an engine did. What the numbers mean is said in `stats`."""
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.batch import Load, SequenceDelta
 from engine.kvcache.block_pool import BlockCounts
 from engine.request import FinishReason
-from engine.stats import EngineStats
+from engine.stats import STEP_SECONDS, EngineStats
 from engine.step_stats import StepStats
 
 
@@ -27,12 +28,17 @@ class Counters:
     num_failed: int = 0
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     steps_by_tree: Counter[str] = field(default_factory=Counter)
+    steps_by_rows: Counter[int] = field(default_factory=Counter)
+    steps_by_time: Counter[int] = field(default_factory=Counter)
     step_seconds: float = 0.0
 
     def observe(self, stats: StepStats, deltas: tuple[SequenceDelta, ...]) -> None:
         """Count one collected step and what its sequences kept of it."""
         self.num_steps += 1
         self.step_seconds += stats.seconds
+        self.steps_by_time[bisect_left(STEP_SECONDS, stats.seconds)] += 1
+        if stats.rows:
+            self.steps_by_rows[stats.num_rows] += 1
         for row in stats.rows:
             tree, num_rows = row.topology, row.num_rows
             self.num_drafts += num_rows * (tree.num_drafts > 0)
@@ -84,4 +90,6 @@ class Counters:
             accepted_by_depth=tuple(self.accepted_by_depth[depth] for depth in range(deepest + 1)),
             steps_by_tree=tuple(sorted(self.steps_by_tree.items())),
             step_seconds=self.step_seconds,
+            steps_by_rows=tuple(sorted(self.steps_by_rows.items())),
+            steps_by_time=tuple(self.steps_by_time[idx] for idx in range(len(STEP_SECONDS) + 1)),
         )

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from engine.dispatch_stats import NOT_CHOSEN, DispatchStats
 from engine.draft_status import NO_DRAFT, DraftStatus
 
+# Bounds of the counts of steps by their time, in seconds.
+STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -46,7 +49,9 @@ class EngineStats:
     name, a row once per step. num_drafts counts (sequence, step) pairs that drafted, num_drafted their draft
     tokens; these and steps_by_tree include the last step in flight of a sequence that turned out to have
     ended. num_finished leaves out aborted and failed sequences, but holds those ended by a stop string.
-    step_seconds is device time.
+    step_seconds is device time; `steps_by_time[i]` counts steps that took at most `STEP_SECONDS[i]` and more
+    than the bound before, the last entry those beyond all bounds. `steps_by_rows` counts steps that decode by
+    their rows.
     """
 
     num_running: int
@@ -71,6 +76,8 @@ class EngineStats:
     step_seconds: float
     dispatch: DispatchStats = NOT_CHOSEN
     draft: DraftStatus = NO_DRAFT
+    steps_by_rows: tuple[tuple[int, int], ...] = ()
+    steps_by_time: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)
 
     @property
     def tokens_per_call(self) -> float:

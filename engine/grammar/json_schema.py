@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.errors import RequestError
+from engine.grammar.disjoint import find_overlap
 
 MAX_DEPTH = 32
 # What a grammar cannot keep, whatever the value.
@@ -38,16 +39,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check_schema(text: str, parameter: str) -> None:
-    """Raise `RequestError` for a text that is no JSON schema, or one that a grammar cannot keep.
-
-    `oneOf` counts as `anyOf`: that only one branch fits is not enforced.
-    """
+    """Raise `RequestError` for a text that is no JSON schema, or one that a grammar cannot keep."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{parameter} must be a JSON schema: {error}", parameter) from error
     try:
-        _check(schema, "#", 0)
+        places: dict[str, Any] = {}
+        _check(schema, "#", 0, places)
+        _check_one_ofs(places)
     except _Unkept as fault:
         raise RequestError(f"{parameter} cannot be kept: {fault}", parameter) from fault
 
@@ -56,7 +56,9 @@ class _Unkept(Exception):  # noqa: N818 (never leaves this file)
     """A part of a schema that a grammar cannot keep."""
 
 
-def _check(schema: Any, place: str, depth: int) -> None:
+def _check(schema: Any, place: str, depth: int, places: dict[str, Any]) -> None:
+    """Check a schema and all inside it, and note where each stands."""
+    places[place] = schema
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -69,17 +71,17 @@ def _check(schema: Any, place: str, depth: int) -> None:
     _check_alone(schema, place)
     _check_values(schema, place)
     for name, part in _parts(schema, place):
-        _check(part, name, depth + 1)
+        _check(part, name, depth + 1, places)
 
 
 def _parts(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
-    """Yield the places and the schemas right inside a schema."""
+    """Yield the places, as JSON pointers, and the schemas right inside a schema."""
     for keyword in _LISTS:
         for idx, part in enumerate(_of(list, schema, keyword, place)):
             yield f"{place}/{keyword}/{idx}", part
     for keyword in _MAPS:
         for name, part in _of(dict, schema, keyword, place).items():
-            yield f"{place}/{keyword}/{name}", part
+            yield f"{place}/{keyword}/{name.replace('~', '~0').replace('/', '~1')}", part
     for keyword in _SINGLE:
         if keyword in schema:
             yield f"{place}/{keyword}", schema[keyword]
@@ -102,6 +104,18 @@ def _check_alone(schema: dict[str, Any], place: str) -> None:
     target = schema.get("$ref", "#")
     if not (target == "#" or (isinstance(target, str) and target.startswith("#/"))):
         raise _Unkept(f"{place} has a '$ref' to another document: write it into $defs")
+
+
+def _check_one_ofs(places: dict[str, Any]) -> None:
+    """Check that no value fits two branches of a `oneOf`, of schemas that are well formed."""
+    for place, schema in places.items():
+        branches = schema.get("oneOf", ()) if isinstance(schema, dict) else ()
+        if (overlap := find_overlap(branches, places)) is not None:
+            first, second = overlap
+            raise _Unkept(
+                f"{place} has a 'oneOf' whose branches {first} and {second} may fit the same value: give "
+                "them different types or different constants of a required property, or write 'anyOf'"
+            )
 
 
 def _check_values(schema: dict[str, Any], place: str) -> None:

@@ -201,6 +201,8 @@ class SpokenEngine:
             step_seconds=1.5,
             dispatch=self.dispatch,
             draft=self.draft,
+            steps_by_rows=((1, 8), (2, 1)),
+            steps_by_time=(0, 4, *(0,) * 9, 5, 0, 0, 0, 1),
         )
 
     def check_health(self) -> None:

@@ -172,6 +172,7 @@ async def test_a_format_of_text_asks_for_nothing(
         ({"guided_json": {"type": "strin"}}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"guided_json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice"),
         ({"guided_choice": [5]}, "guided_choice[0]"),

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from app.autoscaling import ReplicaPolicy, ScalingRule
 from app.call import CallOptions, CompletionCall
 from app.errors import NoReplicaError
+from app.server import ModelCard
 from engine import CapacityError, EngineDeadError, SamplingParams
 
 with warnings.catch_warnings():
@@ -123,6 +124,24 @@ async def test_probe_is_not_kept_waiting_while_ray_looks_for_a_replica(
     monkeypatch.setattr(main, "HEALTH_TIMEOUT_S", 0.05)
     with pytest.raises(NoReplicaError, match=r"within 0\.05 s"):
         await asyncio.wait_for(HandleBackend(SearchingHandle()).check_health(), 2)
+
+
+async def test_the_model_card_waits_for_the_first_replica_as_a_probe_does_and_never_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = ModelCard("tiny", 1, 512)
+    answers = [asyncio.Event().wait(), asyncio.sleep(0, card)]  # a search for a replica, then a replica
+
+    class StartingHandle(FakeHandle):
+        def remote(self, *arguments: object) -> object:
+            return answers.pop(0)
+
+    backend = HandleBackend(StartingHandle())
+    monkeypatch.setattr(main, "HEALTH_TIMEOUT_S", 0.05)
+    with pytest.raises(NoReplicaError, match=r"within 0\.05 s"):
+        await asyncio.wait_for(backend.card(), 2)
+    assert [await backend.card(), await backend.card()] == [card, card]
+    assert not answers, "the second one asked nobody"
 
 
 async def test_stream_that_is_left_is_cancelled() -> None:

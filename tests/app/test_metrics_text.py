@@ -60,6 +60,7 @@ async def test_numbers_are_those_of_the_engine(client: httpx.AsyncClient) -> Non
     assert value("eyas_accepted_draft_tokens_by_depth_total", depth="1") == 15
     assert value("eyas_steps_by_tree_total", tree="chain-3") == 8
     assert value("eyas_drafts_total") == value("vllm:spec_decode_num_drafts_total") == 18
+    assert value("vllm:spec_decode_num_draft_tokens_total") == 60
     assert value("vllm:spec_decode_num_accepted_tokens_total") == 25
     assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") == 15
     assert value("vllm:kv_cache_usage_perc") == pytest.approx(2 / 33)
@@ -137,6 +138,26 @@ async def test_path_lengths_add_up_to_the_drafts_that_were_kept(
     assert value("sum") == sum(length * count for length, count in enumerate(lengths)) == 25
 
 
+async def test_steps_are_counted_by_their_rows_and_by_their_time(client: httpx.AsyncClient) -> None:
+    samples = await scrape(client)
+
+    def value(name: str, **labels: str) -> float:
+        return samples[name, frozenset(labels.items())]
+
+    def within(name: str, *bounds: str) -> list[float]:
+        return [value(f"{name}_bucket", le=bound) for bound in bounds]
+
+    # Eight steps of one row, one of two, and one of a prompt only.
+    assert within("eyas_batch_size", "1", "2", "4", "256", "+Inf") == [8, 9, 9, 9, 9]
+    assert value("eyas_batch_size_count") == value("eyas_steps_total") - 1
+    assert value("eyas_batch_size_sum") == value("eyas_decode_rows_total") == 10
+    # Four steps took over 1 and up to 2 ms, five up to 200 ms, one more than 5 s.
+    bounds = ("0.001", "0.002", "0.1", "0.2", "5", "+Inf")
+    assert within("eyas_step_time_seconds", *bounds) == [0, 4, 4, 9, 9, 10]
+    assert value("eyas_step_time_seconds_count") == value("eyas_steps_total")
+    assert value("eyas_step_time_seconds_sum") == value("eyas_step_seconds_total")
+
+
 async def test_answers_of_the_front_are_counted_by_path_and_status(
     engine: SpokenEngine, tokenizer: Tokenizer, model_folder: Path
 ) -> None:
@@ -195,6 +216,7 @@ async def test_calls_are_timed_once(client: httpx.AsyncClient) -> None:
     assert samples["eyas_time_to_first_token_seconds_count", frozenset()] == 2
     assert samples["eyas_call_duration_seconds_count", frozenset()] == 2
     assert samples["eyas_time_per_output_token_seconds_count", frozenset()] == 3
+    assert samples["eyas_queue_time_seconds_count", frozenset()] == 3
 
 
 async def test_calls_are_counted_by_how_they_end(client: httpx.AsyncClient, engine: SpokenEngine) -> None:
@@ -230,7 +252,7 @@ async def test_first_token_and_time_per_token_make_the_whole_time(
             nonlocal now
             async for delta in super().generate(request):
                 now += 0.25  # each step, of 3 tokens but for the last
-                yield delta
+                yield delta._replace(started=0.0625)
 
     template, engine = ChatTemplate(model_folder), TimedEngine(tokenizer)
     server = LLMServer(engine, tokenizer, template, "tiny", Limits(8), clock=lambda: now)
@@ -241,6 +263,7 @@ async def test_first_token_and_time_per_token_make_the_whole_time(
     def total(name: str) -> float:
         return samples[f"eyas_{name}_seconds_sum", frozenset()]
 
+    assert total("queue_time") == 0.0625
     assert total("time_to_first_token") == 0.25
     assert total("call_duration") == samples["eyas_busy_seconds_total", frozenset()] == 1.25
     assert total("time_per_output_token") == pytest.approx((1.25 - 0.25) / (13 - 3))

@@ -1,4 +1,5 @@
-"""`eyas serve` as a process of its own, over a tiny random model and a draft.
+"""`eyas serve` as a process of its own: over a tiny random model and a draft, or over the default model as
+`make serve` starts it.
 
 What is asked of it is left to the tests.
 """
@@ -28,6 +29,7 @@ TOOL_CALL_ID = VOCAB
 
 @dataclass(frozen=True)
 class Server:
+    model: str
     process: subprocess.Popen[str]
     url: str
     log: Path
@@ -39,18 +41,27 @@ class Server:
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Server]:
-    """Run a server until the block ends; it must then exit with 0."""
+    """Run a server of a tiny model until the block ends; it must then exit with 0."""
     write_random_model(folder, [TOOL_CALL])
     draft = folder / "draft"
     write_random_draft(draft, VOCAB + 1)
-    log, config = folder / "serve.txt", folder / "server.yaml"
+    config = folder / "server.yaml"
     config.write_text(f"engine: {{hang_seconds: {HANG_SECONDS}}}\n")
-    port = free_port()
     flags = ["--model", str(folder), "--served-model-name", "tiny", "--draft", str(draft)]
-    flags += ["--port", str(port), "--dtype", "float32", "--config", str(config)]
+    flags += ["--dtype", "float32", "--config", str(config)]
+    with launched("tiny", flags, folder / "serve.txt") as server:
+        yield server
+
+
+@contextmanager
+def launched(model: str, flags: list[str], log: Path) -> Iterator[Server]:
+    """Run `eyas serve` with `flags`, which serves as `model`, until the block ends; it must then exit
+    with 0.
+    """
+    port = free_port()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "serve", *flags],
+            [sys.executable, "-m", "app.cli", "serve", "--port", str(port), *flags],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
@@ -62,13 +73,13 @@ def serve(folder: Path) -> Iterator[Server]:
     poller.start()
     try:
         deadline = time.monotonic() + START_SECONDS
-        while f"serving tiny at http://127.0.0.1:{port}/v1" not in log.read_text():
+        while f"serving {model} at {url}/v1" not in log.read_text():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         is_started.set()
         poller.join()
-        yield Server(process, url, log, answers)
+        yield Server(model, process, url, log, answers)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()

@@ -1,6 +1,8 @@
 """Drafters that know the answer, or know how to miss it. Verifying their drafts is the engine's."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import compress
 
 import torch
 
@@ -47,6 +49,7 @@ class OracleDrafter:
         assert root_position >= len(text) or text[root_position] == root, "the root is not the text's"
         parents, ranks = tree.parents[row].tolist(), tree.ranks[row].tolist()
         depths, is_node = tree.depths[row].tolist(), tree.is_node[row].tolist()
+        num_children = Counter(compress(parents[1:], is_node[1:]))
         tokens, on_path = [root], {0}
         for node in range(1, tree.num_nodes):
             if not is_node[node]:
@@ -54,8 +57,8 @@ class OracleDrafter:
                 continue
             position = root_position + depths[node]
             true = text[position] if position < len(text) else 0
-            siblings = [n for n in range(1, tree.num_nodes) if is_node[n] and parents[n] == parents[node]]
-            is_true = parents[node] in on_path and ranks[node] == self.choose_rank(position, len(siblings))
+            parent = parents[node]
+            is_true = parent in on_path and ranks[node] == self.choose_rank(position, num_children[parent])
             if is_true:
                 on_path.add(node)
             tokens.append(true if is_true else (true + 1 + ranks[node]) % VOCAB)

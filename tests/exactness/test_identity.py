@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from engine.batch import StepPlan
+from engine.engine import Engine
 from engine.layers.rotary import rotate_qkv
 from engine.request import Request
 from engine.runner.runner import ModelRunner
 from engine.runner.step_handle import StepHandle
+from engine.stats import EngineStats
+from engine.tree.library import TreeLibrary
 from engine.tree.topology import TreeTopology
 from tests.exactness.oracle import FIRST, LAST, VARYING, AdversarialDrafter, ChooseRank, OracleDrafter
 from tests.exactness.tiny import (
@@ -26,8 +29,10 @@ from tests.exactness.tiny import (
 TREES = ("chain-1", "chain-2", "chain-3", "chain-4", "chain-5", "chain-6", "chain-7")
 TREES += ("tree-8", "tree-16", "tree-32", "tree-64")
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "top_p": 0.9}}
+DRAFTS = {"oracle": lambda texts: OracleDrafter(texts, VARYING), "adversarial": AdversarialDrafter}
 RANKS = {"first": FIRST, "last": LAST, "varying": VARYING}
 TARGET = build_target()
+LIBRARY = TreeLibrary.search(max_depth=15)
 
 
 def requests(sampling: str, num: int = 5, shared: int = 0, **params: object) -> list[Request]:
@@ -94,69 +99,48 @@ def test_batch_with_an_oracle_equals_plain_decoding_alone(tree, ranks, sampling)
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("tree", TREES)
-def test_one_request_with_an_oracle_equals_plain_decoding(tree, sampling):
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_one_request_alone_equals_plain_decoding(drafts, tree, sampling):
     asked = requests(sampling, num=1)
-    engine = build_engine(TARGET, oracle(asked, VARYING), EngineShape(mode=tree))
+    engine = build_engine(TARGET, DRAFTS[drafts](texts(asked)), EngineShape(mode=tree))
     assert run(engine, asked) == plain(asked)
-    assert engine.stats().num_accepted > 0
+    assert_drafted(engine.stats(), drafts)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("tree", TREES)
-def test_drafts_that_are_always_wrong_change_nothing(tree, sampling):
-    asked = requests(sampling)
-    engine = build_engine(TARGET, AdversarialDrafter(texts(asked)), EngineShape(mode=tree))
-    assert run(engine, asked) == plain(asked)
-    stats = engine.stats()
+def assert_drafted(stats: EngineStats, drafts: str) -> None:
+    """Drafts were made; those of an oracle were accepted, and none of an adversary."""
     assert stats.num_drafted > 0
-    assert stats.num_accepted == 0
-    assert stats.tokens_per_call == 1.0
+    assert (stats.num_accepted > 0) == (drafts == "oracle"), stats.num_accepted
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("tree", ["chain-3", "tree-16"])
-def test_prefix_hits_change_nothing(tree, sampling):
-    asked = requests(sampling, num=4, shared=22)
-    engine = build_engine(TARGET, oracle(asked, LAST), EngineShape(mode=tree))
-    assert run(engine, asked) == plain(asked)
-    again = [dataclasses.replace(r, request_id=f"{r.request_id}") for r in asked]
-    assert run(engine, again) == plain(asked)
-    stats = engine.stats()
-    assert stats.num_prefix_hit_tokens >= 4 * 20
-    assert stats.num_accepted > 0
+class CountingRunner(ModelRunner):
+    """Counts the prefill chunks of each admission."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_chunks: list[int] = []
+        self.admission_idx: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        for admission in plan.admissions:
+            self.admission_idx[admission.slot] = len(self.num_chunks)
+            self.num_chunks.append(0)
+        for chunk in plan.chunks:
+            self.num_chunks[self.admission_idx[chunk.slot]] += 1
+        return super().launch(plan)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("budget", [9, 13, 40])
-def test_chunked_prefill_changes_nothing(budget, sampling):
-    asked = requests(sampling, num=6, shared=30)
-    shape = EngineShape(mode="chain-3", max_batched_tokens=budget, enable_prefix_cache=False)
-    engine = build_engine(TARGET, oracle(asked, FIRST), shape)
-    assert run(engine, asked) == plain(asked)
-    assert engine.stats().num_accepted > 0
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_preemption_changes_nothing(block_size, sampling):
-    asked = requests(sampling, num=6)
-    shape = EngineShape(mode="tree-8", block_size=block_size, num_blocks=110 // block_size)
-    engine = build_engine(TARGET, oracle(asked, VARYING), shape)
-    assert run(engine, asked) == plain(asked)
-    stats = engine.stats()
-    assert stats.num_preemptions > 0
-    assert stats.num_accepted > 0
-
-
-class ShufflingRunner(ModelRunner):
+class ShufflingRunner(CountingRunner):
     """Gives every row of every step a topology of its own, no deeper than planned."""
 
-    num_topologies = 0
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.topologies: list[set[TreeTopology]] = []
 
     def launch(self, plan: StepPlan) -> StepHandle:
         generator = random.Random(plan.step_idx)
         rows = tuple(row._replace(topology=_random_tree(generator, row.topology.depth)) for row in plan.rows)
-        ShufflingRunner.num_topologies += len({row.topology for row in rows})
+        self.topologies.append({row.topology for row in rows})
         return super().launch(dataclasses.replace(plan, rows=rows))
 
 
@@ -177,11 +161,90 @@ def _random_tree(generator: random.Random, max_depth: int) -> TreeTopology:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_topologies_that_change_by_row_and_step_change_nothing(ranks, sampling):
     asked = requests(sampling, num=7)
-    before = ShufflingRunner.num_topologies
     engine = build_engine(TARGET, oracle(asked, RANKS[ranks]), EngineShape(mode="tree-64"), ShufflingRunner)
     assert run(engine, asked) == plain(asked)
-    assert ShufflingRunner.num_topologies - before > 10
+    assert_shuffled(engine)
     assert engine.stats().num_accepted > 0
+
+
+def assert_shuffled(engine: Engine) -> None:
+    topologies = engine._runner.topologies
+    assert len(set().union(*topologies)) > 10
+    assert max(len(trees) for trees in topologies) > 2
+
+
+def crowd() -> list[Request]:
+    """Return greedy and seeded requests by turns that begin alike, the first much longer than the rest."""
+    rest = [*prompts(1, length=120, seed=1), *prompts(5, length=5)]
+    (common,) = prompts(1, length=18, seed=2)
+    return [
+        request_of(f"r{idx}", common + prompt, 100 + idx, **[*SAMPLINGS.values()][idx % 2], max_tokens=20)
+        for idx, prompt in enumerate(rest)
+    ]
+
+
+def run_late(engine: Engine, asked: list[Request]) -> dict[str, tuple[int, ...]]:
+    """Run requests of which one arrives with every second step."""
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    waiting = list(asked)
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop(0))
+        for _ in range(2):
+            for delta in engine.step():
+                collect(outputs, delta)
+    return {name: tuple(tokens) for name, tokens in outputs.items()}
+
+
+def assert_crowded(engine: Engine) -> None:
+    """Prefixes were hit, prompts were cut, sequences were preempted, and every block came back."""
+    stats = engine.stats()
+    assert stats.num_prefix_hit_tokens > 0
+    assert max(engine._runner.num_chunks) > 1
+    assert stats.num_preemptions > 0
+    assert stats.num_held_blocks == 0
+    assert stats.num_free_blocks + stats.num_cached_blocks == engine.facts.num_blocks
+
+
+def crowded_shape(tree: str, block_size: int = 4) -> EngineShape:
+    """Return an engine too small for `crowd`, whose step holds two trees and a part of the long prompt."""
+    num_nodes = 1 if tree == "off" else LIBRARY.get(tree).num_nodes
+    return EngineShape(
+        mode=tree,
+        block_size=block_size,
+        num_blocks=174 // block_size,
+        max_num_seqs=7,
+        max_batched_tokens=2 * num_nodes + 30,
+    )
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_hits_chunks_and_preemption_together_change_nothing(drafts, tree):
+    asked = crowd()
+    engine = build_engine(TARGET, DRAFTS[drafts](texts(asked)), crowded_shape(tree), CountingRunner)
+    assert run_late(engine, asked) == plain(asked)
+    assert_crowded(engine)
+    assert_drafted(engine.stats(), drafts)
+
+
+def test_hits_chunks_and_preemption_together_change_nothing_without_drafts():
+    asked = crowd()
+    engine = build_engine(TARGET, None, crowded_shape("off"), CountingRunner)
+    assert run_late(engine, asked) == plain(asked)
+    assert_crowded(engine)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_hits_chunks_and_preemption_change_nothing_while_trees_change(drafts, block_size):
+    asked = crowd()
+    shape = crowded_shape("tree-32", block_size)
+    engine = build_engine(TARGET, DRAFTS[drafts](texts(asked)), shape, ShufflingRunner)
+    assert run_late(engine, asked) == plain(asked)
+    assert_crowded(engine)
+    assert_shuffled(engine)
+    assert_drafted(engine.stats(), drafts)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -220,6 +283,7 @@ def test_every_parameter_acts_as_in_plain_decoding(params, sampling):
     asked = requests(sampling, **params)
     engine = build_engine(TARGET, oracle(asked, VARYING), EngineShape(mode="tree-16"))
     assert run(engine, asked) == plain(asked)
+    assert engine.stats().num_accepted > 0
     is_neutral = sampling == "greedy" and not params.keys().isdisjoint({"min_p", "top_k"})
     assert (plain(asked) == plain(requests(sampling))) == is_neutral, "a parameter without effect was dropped"
 
@@ -233,6 +297,10 @@ def test_max_tokens_is_met_exactly(max_tokens, tree):
     ]
     engine = build_engine(TARGET, oracle(asked, FIRST), EngineShape(mode=tree))
     assert run(engine, short) == {name: tokens[:max_tokens] for name, tokens in plain(asked).items()}
+    stats, depth = engine.stats(), LIBRARY.get(tree).depth
+    num_calls = -(-max_tokens // (depth + 1))
+    assert stats.num_calls == len(asked) * num_calls, "every draft was accepted"
+    assert stats.num_accepted >= len(asked) * (max_tokens - num_calls)
 
 
 @pytest.mark.parametrize("tree", ["chain-7", "tree-64"])
@@ -243,6 +311,7 @@ def test_generation_runs_to_the_last_position_of_the_model(tree):
     outputs = run(engine, asked)
     assert outputs == plain(asked)
     assert len(outputs["r0"]) == 76
+    assert engine.stats().num_accepted > 0
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -291,33 +360,3 @@ def test_slots_that_change_owners_carry_nothing_over(mode, max_num_seqs):
     engine = build_engine(TARGET, drafter, EngineShape(mode=mode, max_num_seqs=max_num_seqs))
     assert run(engine, asked) == plain(asked)
     assert (engine.stats().num_accepted > 0) == (mode != "off")
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_everything_at_once_changes_nothing(block_size, sampling):
-    """Hits, chunks, preemption, late arrivals, and trees that change by row and step."""
-    asked = requests(sampling, num=9, shared=14)
-    shape = EngineShape(
-        mode="tree-32",
-        block_size=block_size,
-        num_blocks=132 // block_size,
-        max_num_seqs=5,
-        max_batched_tokens=80,
-    )
-    engine = build_engine(TARGET, oracle(asked, VARYING), shape, ShufflingRunner)
-    outputs = {request.request_id: [] for request in asked}
-    waiting = list(asked)
-    while waiting or engine.has_work:
-        if waiting:
-            engine.add(waiting.pop(0))
-        for _ in range(2):
-            for delta in engine.step():
-                collect(outputs, delta)
-    assert {name: tuple(tokens) for name, tokens in outputs.items()} == plain(asked)
-    stats = engine.stats()
-    assert stats.num_held_blocks == 0
-    assert stats.num_free_blocks + stats.num_cached_blocks == engine.facts.num_blocks
-    assert stats.num_preemptions > 0
-    assert stats.num_prefix_hit_tokens > 0
-    assert stats.num_accepted > 0

@@ -174,7 +174,9 @@ KINDS: dict[str, Kind] = {
         "scheduler/test_simulation.py::test_equal_prompts_admitted_in_one_step_do_not_read_each_other",
         "scheduler/test_simulation.py::test_outputs_equal_plain_decoding_whatever_happens",
     ),
-    "reuse-corruption": _found("exactness/test_identity.py::test_prefix_hits_change_nothing"),
+    "reuse-corruption": _found(
+        "exactness/test_identity.py::test_hits_chunks_and_preemption_together_change_nothing"
+    ),
     "off-then-on": _found(
         "exactness/test_draft_cache.py::test_off_rows_catch_up_within_the_window_and_forget_beyond_it",
         "exactness/test_identity.py::test_topologies_that_change_by_row_and_step_change_nothing",

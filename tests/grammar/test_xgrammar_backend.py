@@ -80,6 +80,18 @@ SCHEMAS = {
     "map": {"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 2},
     "keys": {"type": "object", "patternProperties": {"^x[0-9]$": {"enum": [1]}}, "maxProperties": 2},
     "types": {"type": ["boolean", "null"]},
+    "one of": {
+        "oneOf": [
+            {"$ref": "#/$defs/yes"},
+            {
+                "type": "object",
+                "properties": {"kind": {"const": "no"}, "x": {"type": "null"}},
+                "required": ["kind"],
+            },
+            {"enum": [7, "seven"]},
+        ],
+        "$defs": {"yes": {"type": "object", "properties": {"kind": {"const": "yes"}}, "required": ["kind"]}},
+    },
     "true": {"type": "object", "properties": {"a": True}, "required": ["a"]},
 }
 REGEXES = ["[a-z]+@[a-z]+\\.(com|org)", "(yes|no){2}", "\\d{3}-\\d{4}", "a?b*c+", "[^a]{1,3}", "", "ü|ö{2}"]

@@ -8,6 +8,7 @@ import transformers
 
 from engine.attention.backend import AttentionLayout
 from engine.kvcache.kv_pool import KVPool, slots_of
+from engine.layers.linear import can_pack
 from engine.layers.rotary import rotate_qkv
 from engine.model.config import ModelConfig
 from engine.runner.worker import load_target
@@ -54,11 +55,26 @@ def save_tiny_llama(folder, **changes):
 
 
 class PagedModel:
-    """One sequence in pages that lie in no order among those of others, which are full of garbage."""
+    """One sequence in pages that lie in no order among those of others, which are full of garbage.
 
-    def __init__(self, folder, backend, *, num_positions, taps=(), block_size=16, dtype=torch.float32):
+    Its weights are packed as an engine's are where this CPU can, unless `is_packed` is False.
+    """
+
+    def __init__(
+        self,
+        folder,
+        backend,
+        *,
+        num_positions,
+        taps=(),
+        block_size=16,
+        dtype=torch.float32,
+        is_packed=True,
+    ):
         config = ModelConfig.load(folder)
         self.target = load_target(folder, config, taps, num_positions, dtype, CPU)
+        if is_packed and can_pack(CPU, dtype):
+            self.target.pack()
         self.backend, self.block_size = backend, block_size
         num_blocks = -(-num_positions // block_size)
         shape = (config.num_layers, 2 * num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)

@@ -5,13 +5,14 @@ import torch
 
 from engine.attention.cpu import CpuAttention
 from engine.attention.reference import ReferenceAttention
+from engine.layers.linear import PackedLinear, can_pack
 from engine.tree.library import TreeLibrary
 from engine.weights.cache import cache_folder
 
 transformers = pytest.importorskip("transformers")
 
 from tests.layers.counted_ops import CountedOps  # noqa: E402
-from tests.model.paged_model import LLAMA3_ROPE, PagedModel, save_tiny_llama  # noqa: E402
+from tests.model.paged_model import CPU, LLAMA3_ROPE, PagedModel, save_tiny_llama  # noqa: E402
 
 NUM_POSITIONS = 512
 VARIANTS = {
@@ -29,6 +30,7 @@ VARIANTS = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "llama_3_2": {"rope_parameters": LLAMA3_ROPE | {"factor": 32.0}, "num_key_value_heads": 3},
 }
 SCHEDULES = {
     "whole": [NUM_POSITIONS],
@@ -49,10 +51,18 @@ def logits_of(network, token_ids):
 
 
 @pytest.fixture(scope="module")
-def llama_3_1(tmp_path_factory):
-    """Return the folder of a tiny Llama 3.1 and transformers' model of it."""
-    folder = tmp_path_factory.mktemp("llama_3_1")
-    return folder, save_tiny_llama(folder, **VARIANTS["llama_3_1"])
+def llama_3(tmp_path_factory):
+    """Return by name the folder of a tiny Llama 3 and transformers' model of it."""
+    found = {}
+    for name in ("llama_3_1", "llama_3_2"):
+        folder = tmp_path_factory.mktemp(name)
+        found[name] = folder, save_tiny_llama(folder, **VARIANTS[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama_3_1(llama_3):
+    return llama_3["llama_3_1"]
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +85,35 @@ def test_logits_equal_transformers_on_every_kind_of_config(tmp_path, variant):
     torch.testing.assert_close(logits, logits_of(network, token_ids), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("variant", ["llama_3_1", "llama_3_2"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_logits_equal_transformers_in_any_chunks(llama_3, schedule, variant, is_packed):
+    if is_packed and not can_pack(CPU, torch.float32):
+        pytest.skip("this CPU has no packed kernels")
+    folder, network = llama_3[variant]
+    model = PagedModel(folder, CpuAttention(), num_positions=NUM_POSITIONS, is_packed=is_packed)
+    assert isinstance(model.target.layers[0].qkv_proj, PackedLinear) == is_packed
+    token_ids = tokens_for(model.target.config.vocab_size)
+    logits, _ = model.run_chunks(token_ids, SCHEDULES[schedule])
+    torch.testing.assert_close(logits, logits_of(network, token_ids), atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("backend", [CpuAttention(), ReferenceAttention()], ids=lambda b: b.name)
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_logits_equal_transformers_in_any_chunks(llama_3_1, backend, block_size, schedule):
+def test_logits_equal_transformers_in_pages_of_any_size(llama_3_1, backend, block_size):
     folder, network = llama_3_1
     model = PagedModel(folder, backend, num_positions=NUM_POSITIONS, block_size=block_size)
     token_ids = tokens_for(model.target.config.vocab_size)
-    logits, _ = model.run_chunks(token_ids, SCHEDULES[schedule])
+    logits, _ = model.run_chunks(token_ids, MIXED)
     torch.testing.assert_close(logits, logits_of(network, token_ids), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param([NUM_POSITIONS], id="whole"),
         pytest.param(MIXED, id="mixed"),
+        pytest.param([NUM_POSITIONS], id="whole", marks=pytest.mark.slow),
         pytest.param(SCHEDULES["sevens"], id="sevens", marks=pytest.mark.slow),
         pytest.param(SCHEDULES["singles"], id="singles", marks=pytest.mark.slow),
     ],

@@ -5,11 +5,11 @@ import subprocess
 from collections import defaultdict
 from typing import Any
 
-from tests.e2e.clients.cases import MESSAGES, MODEL, Answer, main
+from tests.e2e.clients.cases import MESSAGES, Answer, main
 
 
 def ask(url: str, fields: dict[str, Any]) -> Answer:
-    body = fields | {"model": MODEL, "messages": MESSAGES}
+    body = fields | {"messages": MESSAGES}
     is_stream = fields.get("stream", False)
     if is_stream:
         body["stream_options"] = {"include_usage": True}
@@ -20,7 +20,8 @@ def ask(url: str, fields: dict[str, Any]) -> Answer:
 
 
 def _read(body: dict[str, Any]) -> Answer:
-    calls = body["choices"][0]["message"].get("tool_calls", [])
+    first = body["choices"][0]
+    calls = first["message"].get("tool_calls", [])
     return Answer(
         texts=[choice["message"]["content"] or "" for choice in body["choices"]],
         ends=[choice["finish_reason"] for choice in body["choices"]],
@@ -28,6 +29,7 @@ def _read(body: dict[str, Any]) -> Answer:
         num_tokens=body["usage"]["completion_tokens"],
         calls=[(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls],
         call_ids=[call["id"] for call in calls],
+        logprobs=first["logprobs"]["content"] if first["logprobs"] else [],
     )
 
 
@@ -52,6 +54,12 @@ def _read_stream(output: str) -> Answer:
         num_tokens=usage["usage"]["completion_tokens"],
         calls=[(names[idx], json.loads(arguments[idx])) for idx in sorted(arguments)],
         call_ids=[call_ids[idx] for idx in sorted(arguments)],
+        logprobs=[
+            entry
+            for chunk in chunks
+            if (scored := chunk["choices"][0]["logprobs"]) is not None
+            for entry in scored["content"]
+        ],
         num_chunks=len(blocks),
     )
 

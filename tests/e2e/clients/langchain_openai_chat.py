@@ -5,14 +5,16 @@ from typing import Any
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI
 
-from tests.e2e.clients.cases import MESSAGES, MODEL, Answer, main, split
+from tests.e2e.clients.cases import MESSAGES, Answer, main, split
+
+_OF_A_CALL = ("tools", "tool_choice", "response_format")  # the others belong to the chat's maker
 
 
 def ask(url: str, fields: dict[str, Any]) -> Answer:
     standard, own = split(fields)
-    tools, is_stream = standard.pop("tools", None), standard.pop("stream", False)
+    is_stream = standard.pop("stream", False)
+    arguments = {name: standard.pop(name) for name in _OF_A_CALL if name in standard}
     chat = ChatOpenAI(
-        model=MODEL,
         base_url=url,
         api_key="none",
         max_retries=0,
@@ -21,7 +23,6 @@ def ask(url: str, fields: dict[str, Any]) -> Answer:
         **standard,
     )
     messages = [HumanMessage(message["content"]) for message in MESSAGES]
-    arguments = {} if tools is None else {"tools": tools}
     if is_stream:
         chunks = list(chat.stream(messages, **arguments))
         whole = chunks[0]
@@ -36,6 +37,7 @@ def ask(url: str, fields: dict[str, Any]) -> Answer:
 
 def _read(answers: list[AIMessage], ends: list[str], usage: Any, num_chunks: int = 0) -> Answer:
     calls = answers[0].tool_calls
+    scored = answers[0].response_metadata.get("logprobs")
     return Answer(
         texts=[str(answer.content) for answer in answers],
         ends=ends,
@@ -43,6 +45,7 @@ def _read(answers: list[AIMessage], ends: list[str], usage: Any, num_chunks: int
         num_tokens=usage["output_tokens"],
         calls=[(call["name"], call["args"]) for call in calls],
         call_ids=[call["id"] for call in calls],
+        logprobs=scored["content"] if scored else [],
         num_chunks=num_chunks,
     )
 

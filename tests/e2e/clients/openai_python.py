@@ -7,13 +7,13 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from tests.e2e.clients.cases import MESSAGES, MODEL, Answer, main, split
+from tests.e2e.clients.cases import MESSAGES, Answer, main, split
 
 
 def ask(url: str, fields: dict[str, Any]) -> Answer:
     client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
     standard, own = split(fields)
-    arguments = standard | {"model": MODEL, "messages": MESSAGES, "extra_body": own}
+    arguments = standard | {"messages": MESSAGES, "extra_body": own}
     if not arguments.pop("stream", False):
         answer = client.chat.completions.create(**arguments)
         return _read(answer.choices, answer.usage)
@@ -27,6 +27,7 @@ def ask(url: str, fields: dict[str, Any]) -> Answer:
 def _read(choices: list[Choice], usage: Any, num_chunks: int = 0) -> Answer:
     message: ChatCompletionMessage = choices[0].message
     calls = message.tool_calls or []
+    scored = choices[0].logprobs
     return Answer(
         texts=[choice.message.content or "" for choice in choices],
         ends=[choice.finish_reason for choice in choices],
@@ -34,6 +35,7 @@ def _read(choices: list[Choice], usage: Any, num_chunks: int = 0) -> Answer:
         num_tokens=usage.completion_tokens,
         calls=[(call.function.name, json.loads(call.function.arguments)) for call in calls],
         call_ids=[call.id for call in calls],
+        logprobs=[] if scored is None else [entry.model_dump() for entry in scored.content or []],
         num_chunks=num_chunks,
     )
 
