@@ -127,5 +127,4 @@ def test_locust_agrees_with_an_independent_client(url, tmp_path):
             statistics.median(value for run in found[name] for value in getattr(run, figure))
             for name in ("locust", "asyncio")
         )
-        print(f"{figure}: locust {left:.4f} s, asyncio {right:.4f} s")
         assert left == pytest.approx(right, rel=TOLERANCE, abs=0.002), figure
