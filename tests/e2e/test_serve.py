@@ -186,8 +186,14 @@ async def test_clients_that_leave_give_their_blocks_back_and_the_others_end(serv
     after = await asyncio.to_thread(scrape, server.url)
     assert num_blocks(after, "held") == 0
     assert sum(num_blocks(after, state) for state in ("free", "held", "cached")) == total
-    aborted = 'eyas_sequences_total{outcome="aborted"}'
-    assert after[aborted] - before[aborted] == 10
+    finished, aborted = (
+        after[name] - before[name]
+        for name in ('eyas_sequences_total{outcome="finished"}', 'eyas_sequences_total{outcome="aborted"}')
+    )
+    assert finished == 8
+    assert (
+        8 <= aborted <= 10
+    )  # on a busy machine the two that gave up may have done so before they were queued
 
 
 async def test_answer_that_a_stop_string_ends_counts_as_finished(server: Server) -> None:
