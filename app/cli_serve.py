@@ -23,7 +23,7 @@ import yaml
 from app.api_keys import load_api_keys
 from app.chat import ChatTemplate
 from app.config import ServerConfig, load_config
-from app.proxy import CALLBACK, CALLBACK_VARIABLE
+from app.proxy import CALLBACK, CALLBACK_VARIABLE, QUICK_HOPS
 from app.replica_watch import ReplicaWatch, ScaledReplicaWatch, Watch
 from app.tokenizer import Tokenizer
 from engine import ConfigError, EngineConfig, EyasError, ModelLoadError, check_config
@@ -120,6 +120,8 @@ def _ray(config: ServerConfig) -> Iterator[str]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The port opens before the application is there: clients that poll it must read our errors, not Serve's.
     os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
+    for name, value in QUICK_HOPS.items():
+        os.environ.setdefault(name, value)
     import ray
 
     context = ray.init(

@@ -72,7 +72,7 @@ def _panel(lines: Mapping[str, Sequence[Point]]) -> list[str]:
     for number, (name, line) in enumerate(lines.items()):
         parts += _line(axes, line, _COLORS[number % len(_COLORS)])
         parts.append(
-            f'<text x="{_WIDTH - _MARGIN + 2}" y="{_MARGIN + 12 * number}" '
+            f'<text x="{_WIDTH - 2}" y="{_MARGIN + 12 * number}" text-anchor="end" '
             f'fill="{_COLORS[number % len(_COLORS)]}">{html.escape(name)}</text>'
         )
     return parts

@@ -10,18 +10,13 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from app.ready import ReadyTimes
-from engine import DraftState, DraftStatus, EngineStats
+from app.step_histograms import Told as StepsTold
+from engine import DraftState, DraftStatus
 
 
-class Told(Protocol):
+class Told(StepsTold, Protocol):
     """The part of a replica's snapshot that these metrics read."""
 
-    @property
-    def model(self) -> str: ...
-    @property
-    def replica(self) -> str: ...
-    @property
-    def stats(self) -> EngineStats: ...
     @property
     def ready(self) -> ReadyTimes: ...
 

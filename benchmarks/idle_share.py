@@ -21,10 +21,9 @@ import torch
 # Run by its path, Python looks for modules beside this file only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from app.local_model import LocalModel
 from app.machine import describe_machine
-from app.prompt_file import read_chats
-from engine import Engine, EngineConfig, Request, SamplingParams, SpeculationConfig
+from benchmarks.model_profile import open_model
+from engine import Engine, Request, SamplingParams
 from engine.batch import StepPlan
 from engine.engine import assemble_engine
 from engine.runner.runner import ModelRunner
@@ -126,17 +125,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for the results as JSON")
     options = parser.parse_args()
     cells = [(int(batch), arm) for batch, _, arm in (cell.partition(":") for cell in options.cells)]
-    sizes = EngineConfig(
-        options.model,
-        dtype="bfloat16",
-        device="cuda",
-        max_num_seqs=max(batch for batch, _ in cells),
-        enable_prefix_cache=False,
-        max_batched_tokens=8192,
-        speculation=SpeculationConfig(mode="auto" if any(arm == "auto" for _, arm in cells) else "off"),
-    )
-    model = LocalModel.open(sizes, str(options.model), str(options.draft))
-    prompts = [model.encode_chat(chat.first_turn) for chat in read_chats(options.prompts)]
+    mode = "auto" if any(arm == "auto" for _, arm in cells) else "off"
+    model, prompts = open_model(options.model, options.draft, options.prompts, cells, mode)
     worker = build_worker(model.config)
     watch = WatchedLaunch(worker.runner)
     engine = assemble_engine(model.config, worker, latency=measure_latency(model.config, worker))

@@ -96,6 +96,23 @@ def profile_host(engine: Engine, top: int) -> None:
     pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(top)
 
 
+def open_model(
+    folder: Path, draft: Path | None, prompts: Path, cells: Sequence[tuple[int, str]], mode: str
+) -> tuple[LocalModel, list[tuple[int, ...]]]:
+    """Return a model in bfloat16 with room for the largest of `cells`, (rows, tree), and its prompts."""
+    sizes = EngineConfig(
+        folder,
+        dtype="bfloat16",
+        device="cuda",
+        max_num_seqs=max(batch for batch, _ in cells),
+        enable_prefix_cache=False,
+        max_batched_tokens=8192,
+        speculation=SpeculationConfig(mode=mode),
+    )
+    model = LocalModel.open(sizes, str(folder), str(draft))
+    return model, [model.encode_chat(chat.first_turn) for chat in read_chats(prompts)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
@@ -106,17 +123,8 @@ def main() -> None:
     parser.add_argument("--host-top", type=int, default=0, help="functions of the host")
     options = parser.parse_args()
     cells = [(int(batch), arm) for batch, _, arm in (cell.partition(":") for cell in options.cells)]
-    sizes = EngineConfig(
-        options.model,
-        dtype="bfloat16",
-        device="cuda",
-        max_num_seqs=max(batch for batch, _ in cells),
-        enable_prefix_cache=False,
-        max_batched_tokens=8192,
-        speculation=SpeculationConfig(mode="off"),  # requests name their trees
-    )
-    model = LocalModel.open(sizes, str(options.model), str(options.draft))
-    prompts = [model.encode_chat(chat.first_turn) for chat in read_chats(options.prompts)]
+    # Requests name their trees.
+    model, prompts = open_model(options.model, options.draft, options.prompts, cells, mode="off")
     engine = model.engine()
     for batch, arm in cells:
         engine.capture(arm, batch)

@@ -29,6 +29,8 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from app.proxy import QUICK_HOPS
+
 APPLICATION = "eyas"
 POLL_SECONDS = 0.2
 
@@ -287,6 +289,8 @@ def running(plan: Plan, args: dict[str, Any]) -> Iterator[Site]:
     """Run a deployment on a Ray of its own."""
     os.environ["EYAS_CHANGES"] = str(os.getpid())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in QUICK_HOPS.items():  # as `eyas serve` does
+        os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -124,7 +124,7 @@ def test_an_engine_that_was_timed_learns():
         ({"table": ((8, "chain-2"),)}, LIBRARY),
         ({}, TreeLibrary((), max_depth=0)),
     ],
-    ids=str,
+    ids=["a table", "a tree", "a table of its own", "no draft"],
 )
 def test_nothing_is_timed_where_nothing_would_be_chosen_by_it(speculation, library):
     worker = worker_of(library)

@@ -11,7 +11,7 @@ from engine.model.config import ModelConfig
 from tests.draft.tiny_head import make_draft_config
 from tests.model.paged_model import TINY
 
-WITHOUT = object()  # removes the key
+WITHOUT = "(without)"  # removes the key
 TARGET = ModelConfig.from_hf(TINY | {"architectures": ["LlamaForCausalLM"], "rope_parameters": None})
 
 

@@ -25,7 +25,7 @@ from tests.e2e.server import START_SECONDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_STREAMS, NUM_REQUESTS, MAX_TOKENS, NUM_ROUNDS = 4, 4, 48, 4
+NUM_STREAMS, NUM_REQUESTS, MAX_TOKENS, NUM_ROUNDS = 4, 4, 48, 14
 TOLERANCE = 0.03
 
 
