@@ -127,7 +127,7 @@ def choose_arm(situation: Situation) -> Choice:
     plain = now.plain
     if now.num_blocked:
         return Choice(PLAIN, Reason.WATCHDOG, PLAIN)
-    able = [arm for arm in now.arms[1:] if arm.seconds <= now.max_seconds and not math.isinf(arm.seconds)]
+    able = [arm for arm in now.arms[1:] if is_able(arm, now)]
     held = next((arm for arm in able if arm.name == now.held), plain)
     sure = [arm for arm in able if may_run(arm, now)]
     leader = max(sure, key=lambda arm: (arm.rate, -arm.seconds), default=plain)
@@ -141,6 +141,11 @@ def choose_arm(situation: Situation) -> Choice:
 def settle(now: Situation) -> Situation:
     """Return the situation without what is known of single requests."""
     return replace(now, arms=tuple(replace(arm, tokens=arm.settled) for arm in now.arms))
+
+
+def is_able(arm: ArmEstimate, now: Situation) -> bool:
+    """Return whether a step with this arm is possible here, and not over the cap."""
+    return arm.seconds <= now.max_seconds and not math.isinf(arm.seconds)
 
 
 def may_run(arm: ArmEstimate, now: Situation) -> bool:
@@ -166,7 +171,7 @@ def leave_slack(arm: ArmEstimate, now: Situation) -> float:
 
 def _switch_or_hold(now: Situation, held: ArmEstimate, leader: ArmEstimate) -> Choice:
     if leader is held or leader.rate < (1.0 + GAIN) * held.rate:
-        reason = Reason.BEST if held is not now.plain else _why_plain(now)
+        reason = _why_plain(now) if held is leader is now.plain else Reason.BEST
         return Choice(held.name, reason, leader.name)
     if not now.is_settled and _is_timing(now, held, leader):
         return Choice(held.name, Reason.TIMING, leader.name)

@@ -33,6 +33,7 @@ BETTER_CHEAP = arm("chain-1", 2.0, seconds=0.6)
         (situation(arm("chain-1", 0.9), held="chain-1"), "off", Reason.LOSING),
         (situation(arm("chain-1", 0.9), held="chain-1", num_switches=9), "off", Reason.LOSING),
         (situation(arm("chain-1", 0.9), DEAR, held="chain-1", num_switches=9), "tree-8", Reason.LOSING),
+        (situation(arm("chain-1", 1.007)), "off", Reason.BEST),
         (situation(CHEAP, DEAR, held="tree-8", num_blocked=5), "off", Reason.WATCHDOG),
         (situation(arm("chain-1", 1.5, error=1.0)), "off", Reason.NOT_SURE),
         (situation(arm("chain-1", 1.5, seconds=math.inf)), "off", Reason.ONLY_PLAIN),

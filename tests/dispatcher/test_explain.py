@@ -35,9 +35,17 @@ def test_it_names_the_choice_and_says_of_every_tree_whether_it_may_run(seed):
 
 def test_the_numbers_of_a_rule_are_those_it_compares():
     text = explain(state_of(situation(arm("chain-1", 1.5, error=0.2), held="off", is_new_load=True)))
-    assert "a tree must be sure of 1.0 to run" in text
-    assert "chain-1 may run: it is sure of 1.3." in text
+    assert "a tree must be sure of 1.005 to run" in text
+    assert "chain-1 may run: it is sure of 1.300." in text
     assert "At a new load the leader is taken at once." in text
+
+
+def test_a_held_tree_that_can_no_longer_run_is_compared_as_plain_decoding():
+    now = situation(arm("chain-1", 1.5), arm("tree-8", 2.0, seconds=3.0), held="tree-8", max_seconds=2.0)
+    text = explain(state_of(now))
+    assert "The held tree-8 can no longer run: off counts as held." in text
+    assert "chain-1 over the held off: +50.00%" in text
+    assert "Choice: off (a better tree must stay so)." in text
 
 
 def test_a_probe_is_told():
