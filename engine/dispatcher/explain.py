@@ -108,7 +108,7 @@ def _rules(now: Situation, choice: Choice) -> list[tuple[int, str]]:
         *((2, _verdict(arm, now)) for arm in now.arms[1:]),
         (3, f"{leader.name} leads with {_rate(leader.rate)} tokens/s."),
     ]
-    if not now.is_new_load:
+    if not now.is_new_load and choice.reason is not Reason.LOSING:
         lines += _comparison(now, leader)
     return [*lines, _last_rule(now, choice)]
 
@@ -161,5 +161,4 @@ def _last_rule(now: Situation, choice: Choice) -> tuple[int, str]:
         case Reason.GAIN:
             return 10, f"A dearer leader is taken after {PATIENCE} decisions in a row: this is the last."
         case _:
-            rule = 4 if now.is_new_load else 6
-            return rule, f"Plain decoding it is: {choice.reason}."
+            return 3, f"Plain decoding it is: {choice.reason}."

@@ -1,10 +1,20 @@
-"""The numbers that `docs/dispatcher.md` states are those of the code."""
+"""What `docs/dispatcher.md` says is what the code does: its numbers, its states, and its rules as a reader
+applies them.
+"""
 
+import math
+import random
 import re
+from dataclasses import replace
 
 import pytest
 
 from engine.dispatcher import acceptance, adaptive, arms, control, correction, probes, watchdog
+from engine.dispatcher.control import Reason, choose_arm
+from engine.dispatcher.explain import explain
+from engine.dispatcher.state import DispatchState
+from tests.dispatcher.reader import predict, read, situation_of
+from tests.dispatcher.situations import random_situation
 
 STATED = [
     (f"At most {arms.MAX_ARMS}, from the trees", "arms"),
@@ -13,15 +23,16 @@ STATED = [
     (f"Decisions are taken every {adaptive.DECIDE_EVERY} steps", "decisions"),
     (f"spread over {adaptive._AMORTISED}\nsteps", "catching up"),
     (f"*sure of* {control.MARGIN:.1%} more", "margin"),
-    (
-        f"tokens {control.OPTIMISM:g} errors higher, and with {correction.TABLE_ERROR:.0%} less time",
-        "optimism",
-    ),
+    (f"*settled* {control.OPTIMISM:g} errors higher", "optimism"),
+    (f"{correction.TABLE_ERROR:.0%} less than the table", "unseen steps"),
+    (f"{correction._MIN_SAMPLES} live steps were seen", "timed"),
     (f"brings less than {control.GAIN:.0%} more", "gain"),
-    (f"In the first {adaptive._SETTLING} steps at a load", "timing"),
-    (f"After {control.MAX_SWITCHES} changes at one load in {adaptive._SWITCH_WINDOW:,} steps", "changes"),
+    (f"in the first {adaptive._SETTLING} steps at a load", "timing"),
+    (f"After {control.MAX_SWITCHES} *changes*, hold", "changes"),
+    (f"of the arm in the last {adaptive._SWITCH_WINDOW:,} steps at this load", "window of changes"),
     (f"has led {control.PATIENCE} decisions in a row", "patience"),
     (f"older than {correction._STALE_AFTER} steps", "staleness"),
+    (f"the last one at most {correction._STALE_AFTER} steps ago", "timed plain decoding"),
     (f"once {acceptance._LEAST_KNOWN:.0f} roots of a kind", "something to break"),
     (f"a budget of {probes.BUDGET:.1%} of the time", "budget"),
     (f"less than {watchdog._TOLERANCE:.0%} of it", "watchdog"),
@@ -31,7 +42,79 @@ STATED = [
 ]
 
 
+SEEDS = range(600)
+# What an input says most of the time, so that a reader who takes it for granted is wrong at others.
+USUAL = {
+    "leader before": "off",
+    "in a row": "0",
+    "changes": "0",
+    "timing": "over",
+    "broken": "no",
+    "blocked": "0",
+    "cap ms": "-",
+}
+
+
+@pytest.fixture(scope="module")
+def document(pytestconfig):
+    return (pytestconfig.rootpath / "docs/dispatcher.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("sentence", "about"), STATED, ids=[about for _, about in STATED])
-def test_the_document_states_what_the_code_does(sentence, about, pytestconfig):
-    text = (pytestconfig.rootpath / "docs/dispatcher.md").read_text(encoding="utf-8")
-    assert re.sub(r"\s+", " ", sentence) in re.sub(r"\s+", " ", text)
+def test_the_document_states_what_the_code_does(sentence, about, document):
+    assert re.sub(r"\s+", " ", sentence) in re.sub(r"\s+", " ", document)
+
+
+def printed(now, step=7):
+    return explain(DispatchState(step, now, choose_arm(now), None, (), ()))
+
+
+def in_milliseconds(seed):
+    """Return a random situation with rows and times as they are in a server; in some no tree can run."""
+    now, source = random_situation(seed), random.Random(seed)
+    slowness = math.inf if seed % 50 == 0 else 0.01
+    rows = source.choice((1, 4, 64))
+    arms = tuple(
+        replace(arm, batch=rows, seconds=arm.seconds * factor, least_seconds=arm.least_seconds * factor)
+        for arm, factor in zip(now.arms, (0.01, *4 * [slowness]), strict=True)
+    )
+    return replace(now, arms=arms, max_seconds=now.max_seconds / 100)
+
+
+def test_a_reader_of_the_document_predicts_every_choice_and_its_reason():
+    seen = set()
+    for seed in SEEDS:
+        now = in_milliseconds(seed)
+        state, _, answer = printed(now).rpartition("\n\nChoice: ")
+        name, reason = predict(read(state))
+        assert answer == f"{name} ({reason}).\n", seed
+        seen.add(reason)
+    assert seen == {str(reason) for reason in Reason} - {str(Reason.FIXED), str(Reason.PROBE)}
+
+
+@pytest.mark.parametrize(("column", "usual"), USUAL.items())
+def test_a_reader_needs_every_input_that_is_printed(column, usual):
+    states = [(read(printed(now)), choose_arm(now)) for now in map(in_milliseconds, SEEDS)]
+    blind = [
+        (predict(replace(state, inputs=state.inputs | {column: usual})), choice) for state, choice in states
+    ]
+    assert any(told != (choice.name, choice.reason) for told, choice in blind)
+
+
+def test_the_rule_named_last_is_the_one_that_has_the_reason_in_italics(document):
+    rules = document.partition("## The rules")[2].partition("**Probes.**")[0]
+    for seed in SEEDS:
+        now = in_milliseconds(seed)
+        number = printed(now).rpartition("\n\n")[0].splitlines()[-1].partition(". ")[0]
+        rule = re.search(rf"^{number}\. (.*?)(?=^\d+\. |\Z)", rules, re.DOTALL | re.MULTILINE)
+        assert rule is not None
+        assert f"*{choose_arm(now).reason}*" in re.sub(r"\s+", " ", rule[1]), seed
+
+
+def test_every_state_in_the_document_is_what_its_numbers_print_and_leads_to_its_choice(document):
+    states = re.findall(r"```\n(step (\d+): .*?)\n```\n(.*?)(?=```|## )", document, re.DOTALL)
+    assert len(states) == 2
+    for state, step, below in states:
+        text = printed(situation_of(read(state)), int(step))
+        assert text.startswith(state + "\n\n2. ")
+        assert f"`{text.splitlines()[-1]}`" in re.sub(r"\s+", " ", below)
