@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.machine import cpu_name
 from app.speedup import SpeedupCell, SpeedupPlan, ask_together, measure
 from app.speedup_report import HTML_NAME, JSON_NAME, SpeedupReport, stored_floors
-from app.speedup_verdict import Estimate, Verdict, declared, judge
+from app.speedup_verdict import Estimate, Floor, Judgement, Verdict, declared, judge, relative_to
 from engine import ConfigError, ModelLoadError, StepError
 from loadtest.sse_client import SSEClient
 
@@ -49,17 +49,20 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
         client = SSEClient(url, os.environ.get(KEY_VARIABLE))
         cells = measure(ask_together(client), plan, tell)
-    judgements = [
-        judge(Estimate(cell.speedup, cell.low, cell.high), floor, options.margin)
-        for cell, floor in zip(cells, floors, strict=True)
-    ]
-    report = SpeedupReport(plan, facts, source, cells, floors, judgements)
+    judgements = [_judgement(*pair, options.margin) for pair in zip(cells, floors, strict=True)]
+    estimates = [floor.estimate for floor in floors]
+    report = SpeedupReport(plan, facts, source, cells, estimates, judgements)
     report.write(options.out)
     out.write(
         "\n".join([*report.lines(), f"report: {options.out / HTML_NAME}, {options.out / JSON_NAME}", ""])
     )
     _check_equality(cells, facts["dtype"])
     return EXIT_STATUS[report.verdict]
+
+
+def _judgement(cell: SpeedupCell, floor: Floor, margin: float) -> Judgement:
+    blocks = [(block.plain, block.speculative) for block in cell.blocks]
+    return judge(relative_to(floor, Estimate(cell.speedup, cell.low, cell.high), blocks), margin)
 
 
 def _check_equality(cells: Sequence[SpeedupCell], dtype: str) -> None:
@@ -72,7 +75,7 @@ def _check_equality(cells: Sequence[SpeedupCell], dtype: str) -> None:
 
 def _floors(
     options: argparse.Namespace, plan: SpeedupPlan, facts: dict[str, str]
-) -> tuple[list[Estimate], str]:
+) -> tuple[list[Floor], str]:
     if options.baseline is not None:
         return stored_floors(options.baseline, plan, facts), f"the stored run {options.baseline.name}"
     if missing := [
