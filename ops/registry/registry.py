@@ -17,11 +17,10 @@ from pathlib import Path, PurePosixPath
 from fsspec.core import url_to_fs
 
 from engine import inspect_draft
-from ops.registry.entry import DIGEST_LENGTH, DraftEntry, RegistryError, parse_entry, stored_file
+from ops.registry.entry import DIGEST_LENGTH, FILES, DraftEntry, RegistryError, parse_entry, stored_file
 
 ENTRY = "entry.json"
 STABLE = "stable.json"
-FILES = frozenset({"config.json", "manifest.json", "model.safetensors", "trees.json"})
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 UPLOAD_TIME = timedelta(hours=1)  # what lies without an entry for longer was given up
 NUM_STABLE = 2  # the one that serves and the one before it, to go back to
@@ -141,8 +140,11 @@ class Registry:
         with _translated(self.url):
             if not self._files.exists(self._path(STABLE)):
                 return {}
-            found: dict[str, list[str]] = json.loads(self._files.cat_file(self._path(STABLE)))
-        return found
+            found = json.loads(self._files.cat_file(self._path(STABLE)))
+        is_sound = isinstance(found, dict) and all(isinstance(ids, list) for ids in found.values())
+        if not is_sound or not all(isinstance(one, str) for ids in found.values() for one in ids):
+            raise RegistryError(f"{self.url}: {STABLE} is corrupt: which drafts serve is not known; remove it")
+        return dict(found)
 
     def _is_arriving(self, draft: str, now: datetime) -> bool:
         """Whether a draft without an entry may still be on its way; `now` has a time zone."""

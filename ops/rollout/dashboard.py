@@ -3,6 +3,7 @@
 On Kubernetes it is changed in the RayService instead, which would not know of a change made here.
 """
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -32,7 +33,7 @@ def fetch(url: str, token: str | None = None, body: bytes | None = None) -> str:
     except urllib.error.HTTPError as error:
         detail = " ".join(error.read().decode("utf-8", "replace").split())[:300]
         raise RolloutError(f"{url} answered {error.code}: {detail}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise RolloutError(f"cannot reach {url}: {error}") from error
 
 

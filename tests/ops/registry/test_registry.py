@@ -1,5 +1,6 @@
 """Drafts in a folder and behind a URL: named by content, refused when wrong, and never half there."""
 
+import dataclasses
 import json
 import shutil
 import uuid
@@ -133,6 +134,31 @@ def test_a_change_in_the_registry_is_noticed(draft, model, tmp_path):
     )
     with pytest.raises(RegistryError, match="its content is that of"):
         registry.get(entry.id)
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "modeling.py"])
+def test_an_entry_that_names_other_files_is_refused_whoever_wrote_it(name, draft, model, tmp_path):
+    """Its id is right: what is copied goes where names say, which may be out of the folder."""
+    registry = Registry(str(tmp_path / "r"))
+    entry = registry.add(draft, model, "mine", NOW)
+    files = {**entry.files, name: entry.files["config.json"]}
+    foreign = dataclasses.replace(entry, files=files)
+    shutil.copytree(tmp_path / "r" / entry.id, tmp_path / "r" / foreign.id)
+    (tmp_path / "r" / foreign.id / "entry.json").write_text(foreign.to_json())
+    with pytest.raises(RegistryError, match="is no file of a draft"):
+        registry.get(foreign.id)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", '{"m": "abc"}', '{"m": [1]}'])
+def test_a_list_of_serving_drafts_that_is_none_is_told_and_spares_all(text, draft, model, tmp_path):
+    registry = Registry(str(tmp_path / "r"))
+    entry = registry.add(draft, model, "mine", NOW)
+    (tmp_path / "r" / "stable.json").write_text(text)
+    with pytest.raises(RegistryError):
+        registry.collect(0, NOW, is_real=True)
+    with pytest.raises(RegistryError):
+        registry.mark_stable(entry)
+    assert registry.entries() == [entry]
 
 
 def test_a_draft_verified_for_another_model_is_refused(registry, draft, model, tmp_path):
