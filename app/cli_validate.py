@@ -73,9 +73,7 @@ def _check_equality(cells: Sequence[SpeedupCell], dtype: str) -> None:
         raise StepError(f"{num_pairs - num_equal} of {num_pairs} float32 answers differ between the arms")
 
 
-def _floors(
-    options: argparse.Namespace, plan: SpeedupPlan, facts: dict[str, str]
-) -> tuple[list[Floor], str]:
+def _floors(options: argparse.Namespace, plan: SpeedupPlan, facts: dict[str, str]) -> tuple[list[Floor], str]:
     if options.baseline is not None:
         return stored_floors(options.baseline, plan, facts), f"the stored run {options.baseline.name}"
     if missing := [

@@ -74,7 +74,9 @@ class _Block:
 
 def prompts_digest() -> str:
     """Return what tells whether two runs asked the same prompts in the same blocks."""
-    return hashlib.sha256("\n".join(prompt for texts in CLASSES.values() for prompt in texts).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(prompt for texts in CLASSES.values() for prompt in texts).encode()
+    ).hexdigest()
 
 
 def ask_together(client: SSEClient) -> AskTogether:

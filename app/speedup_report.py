@@ -179,8 +179,15 @@ def stored_floors(path: Path, plan: SpeedupPlan, environment: Mapping[str, str])
 def _stored_floor(cell: Mapping[str, Any], is_same: bool) -> Floor:
     """Read a batch size of a stored run; its blocks only where they asked what is asked now."""
     estimate = Estimate(float(cell["speedup"]), float(cell["low"]), float(cell["high"]))
-    times = [(float(block["plain"]), float(block["speculative"])) for block in cell["blocks"]] if is_same else []
-    numbers = [estimate.low, estimate.value, estimate.high, *(seconds for block in times for seconds in block)]
+    times = (
+        [(float(block["plain"]), float(block["speculative"])) for block in cell["blocks"]] if is_same else []
+    )
+    numbers = [
+        estimate.low,
+        estimate.value,
+        estimate.high,
+        *(seconds for block in times for seconds in block),
+    ]
     if not all(0 < number < math.inf for number in numbers) or not numbers[0] <= numbers[1] <= numbers[2]:
         raise ValueError(f"batch {cell['batch']}: {estimate}")
     if is_same and len(times) < MIN_BLOCKS:

@@ -46,7 +46,9 @@ class Judgement:
 
 
 def relative_to(floor: Floor, measured: Estimate, blocks: Sequence[Seconds]) -> Estimate:
-    """Return measured / floor: block for block where both runs asked the same, `blocks` being the measured."""
+    """Return measured / floor: block for block where both runs asked the same, `blocks` being the
+    measured.
+    """
     num_blocks = min(len(blocks), len(floor.blocks))
     if num_blocks == 0:
         return quotient(measured, floor.estimate)
@@ -67,7 +69,8 @@ def quotient(measured: Estimate, floor: Estimate) -> Estimate:
 def paired_quotient(now: Sequence[Seconds], then: Sequence[Seconds]) -> Estimate:
     """Return the speed-up now over that of a run whose blocks asked the same prompts, block for block.
 
-    Prompts differ in speed-up far more than runs do; resampling blocks with both runs in them leaves that out.
+    Prompts differ in speed-up far more than runs do; resampling blocks with both runs in them leaves that
+    out.
     """
     blocks = list(zip(now, then, strict=True))
     return Estimate(

@@ -143,7 +143,9 @@ class Registry:
             found = json.loads(self._files.cat_file(self._path(STABLE)))
         is_sound = isinstance(found, dict) and all(isinstance(ids, list) for ids in found.values())
         if not is_sound or not all(isinstance(one, str) for ids in found.values() for one in ids):
-            raise RegistryError(f"{self.url}: {STABLE} is corrupt: which drafts serve is not known; remove it")
+            raise RegistryError(
+                f"{self.url}: {STABLE} is corrupt: which drafts serve is not known; remove it"
+            )
         return dict(found)
 
     def _is_arriving(self, draft: str, now: datetime) -> bool:

@@ -89,7 +89,9 @@ def parse_state(text: str) -> RolloutState:
 
 
 def _check_types(state: RolloutState) -> None:
-    """Raise `TypeError` where JSON of the right names has other values: a rollout would break on them later."""
+    """Raise `TypeError` where JSON of the right names has other values: a rollout would break on them
+    later.
+    """
     drafts = (state.stable, state.candidate)
     places = [text for draft in drafts for text in (draft.folder, draft.digest) if text is not None]
     for text in (state.draft, state.reason, *state.canary, *state.history, *places):

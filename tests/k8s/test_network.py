@@ -1,13 +1,17 @@
 """The network policies: what a pod is told to ask it may ask, and what it has no need of it may not.
 
-A cluster's network plugin decides at last; here policies of one namespace are read as Kubernetes defines them.
+A cluster's network plugin decides at last; here policies of one namespace are read as Kubernetes defines
+them.
 """
 
 import pytest
 
 from tests.k8s.rendered import Object, of_kind, pods
 
-DNS = {"namespaceSelector": {"kubernetes.io/metadata.name": "kube-system"}, "podSelector": {"k8s-app": "kube-dns"}}
+DNS = {
+    "namespaceSelector": {"kubernetes.io/metadata.name": "kube-system"},
+    "podSelector": {"k8s-app": "kube-dns"},
+}
 ANYWHERE: Object = {}
 Place = dict  # the labels of a pod of the namespace, or what is asked of a pod elsewhere
 

@@ -110,8 +110,11 @@ def test_a_corrupt_file_is_told(text, tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("num_looks", "3"), ("num_looks", True), ("canary", ["r1", 2]), ("canary", "r1"), ("history", None)]
-    + [("reason", None), ("draft", 7), ("stable", {"folder": 1, "digest": None}), ("candidate", [])],
+    [
+        *(("num_looks", "3"), ("num_looks", True), ("canary", ["r1", 2]), ("canary", "r1")),
+        *(("history", None), ("reason", None), ("draft", 7), ("candidate", [])),
+        ("stable", {"folder": 1, "digest": None}),
+    ],
 )
 def test_a_state_of_other_types_is_told_at_once(key, value):
     values = json.loads(STATE.to_json())
