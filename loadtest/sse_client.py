@@ -88,7 +88,8 @@ class SSEClient:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        is_spaced = any(letter <= " " for letter in parts.netloc)
+        if parts.scheme not in ("http", "https") or not parts.hostname or is_spaced:
             raise ValueError(f"the server must be http://HOST:PORT or https://HOST:PORT, found {url!r}")
         self._connection_type = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._host, self._port = parts.hostname, parts.port

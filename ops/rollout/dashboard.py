@@ -23,10 +23,9 @@ def fetch(url: str, token: str | None = None, body: bytes | None = None) -> str:
     headers = {"content-type": "application/json"} if body is not None else {}
     if token is not None:
         headers["authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-        url, body, headers, method="GET" if body is None else "PUT"
-    )
+    method = "GET" if body is None else "PUT"
     try:
+        request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310 - scheme checked
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310 - as above
             text: str = answer.read().decode("utf-8", "replace")
             return text

@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +15,7 @@ import pytest
 
 from app import cli_validate
 from app.cli import main
-from app.speedup import ORDERS, SpeedupPlan, measure
+from app.speedup import ORDERS, SpeedupPlan, measure, prompts_digest
 from app.speedup_verdict import Estimate, Floor, declared, judge, overall, quotient, relative_to
 from engine import StepError
 from loadtest.record import Record
@@ -139,8 +143,69 @@ def test_what_does_not_compare_is_refused_before_anything_is_measured(tmp_path, 
 def test_no_server_is_one_clear_error(tmp_path, capsys):
     assert validate("http://127.0.0.1:9", tmp_path) == 1
     assert "no Eyas server answers at http://127.0.0.1:9" in capsys.readouterr().err
-    assert validate("file:///etc/hosts", tmp_path) == 1
-    assert "http://HOST:PORT" in capsys.readouterr().err
+    for url in ("file:///etc/hosts", "http://a b"):
+        assert validate(url, tmp_path) == 1
+        assert "http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with running(ArmServer(AT_ONCE)) as url:
+        assert validate(url, tmp_path / "file") == 1
+    assert "cannot make the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"speedup": "2.0x"},
+        {"low": 0},
+        {"high": 1.0},
+        {"speedup": float("nan")},
+        {"blocks": []},
+        {"blocks": [{"plain": 1.0, "speculative": 0.0}] * 3},
+        {"blocks": [{"plain": 1.0}] * 3},
+    ],
+)
+def test_a_stored_run_with_impossible_figures_is_refused_before_anything_is_measured(
+    change, tmp_path, capsys
+):
+    cell = {"speedup": 2.0, "low": 1.9, "high": 2.1, "blocks": [{"plain": 2.0, "speculative": 1.0}] * 3}
+    stored = {
+        "cells": [{"batch": batch, **cell, **change} for batch in (1, 2)],
+        "environment": {"model_digest": "m"},
+        "plan": {"arm": "auto", "max_tokens": 16},
+        "prompts": prompts_digest(),
+    }
+    (tmp_path / "stored.json").write_text(json.dumps(stored))
+    server = ArmServer(AT_ONCE)
+    with running(server) as url:
+        assert validate(url, tmp_path, "--baseline", str(tmp_path / "stored.json")) == 1
+    assert "is no stored run" in capsys.readouterr().err
+    assert server.bodies == []
+
+
+def test_a_kill_takes_the_server_that_was_started_along(tmp_path, monkeypatch):
+    """A command in the place of `eyas serve`, which never becomes ready; SIGTERM as from a `timeout`."""
+    started: list[subprocess.Popen] = []
+
+    def start(command, **arguments):
+        assert command[3] == "serve"
+        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"], **arguments))
+        return started[0]
+
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(cli_validate.subprocess, "Popen", start)
+    monkeypatch.setattr(cli_validate, "_wait", kill)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        main(["validate", "speedup", "--out", str(tmp_path)])
+    assert left.value.code == 128 + signal.SIGTERM
+    assert started[0].poll() is not None
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 PLAN = SpeedupPlan("tiny", "tree-8", (2,), 4, 10)

@@ -3,8 +3,12 @@
 import dataclasses
 import json
 import shutil
+import threading
 import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -213,6 +217,44 @@ def test_no_draft_and_several_are_told(registry, draft, model):
 def test_an_unknown_kind_of_url_is_told_in_one_line():
     with pytest.raises(RegistryError, match="cannot use the registry ftpx://a"):
         Registry("ftpx://a")
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        del arguments
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """A web server that lists folders and sends files, and takes none."""
+    (tmp_path / "r").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "r"))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_registry_of_the_web_is_read_checked_and_not_written(web, draft, model, tmp_path):
+    entry = Registry(str(tmp_path / "r")).add(draft, model, "mine", NOW)
+    registry = Registry(web)
+    assert registry.entries() == [entry]
+    registry.verify(entry, model)
+    assert files_of(registry.folder(entry, tmp_path / "cache")) == files_of(draft)
+    with pytest.raises(RegistryError, match="cannot use the registry http"):
+        registry.mark_stable(entry)
+    change_weights(draft, 0.5)
+    with pytest.raises(RegistryError, match="cannot use the registry http"):
+        registry.add(draft, model, "mine", NOW)
+    corrupt_weights(tmp_path / "r" / entry.id)
+    with pytest.raises(RegistryError, match=r"model\.safetensors has sha256"):
+        registry.verify(entry)
+
+
+def test_a_registry_that_does_not_answer_is_not_an_empty_one():
+    with pytest.raises(RegistryError, match="cannot use the registry http"):
+        Registry("http://127.0.0.1:9/drafts").entries()
 
 
 def test_the_commands_keep_a_draft_and_refuse_a_corrupt_one(draft, model, tmp_path, capsys):
