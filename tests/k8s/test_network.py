@@ -95,6 +95,22 @@ def test_what_runs_beside_reaches_nothing_but_the_servers_port():
     assert not may_ask(found, labels_of("h100", "server"), master, 5557)
 
 
+def test_prometheus_reaches_every_port_that_it_is_told_to_scrape():
+    found = policies("h100")
+    prometheus = {"namespaceSelector": {"kubernetes.io/metadata.name": "monitoring"}}
+    scraped = 0
+    for monitor in of_kind("h100", "PodMonitor"):
+        wanted = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+        for pod in [pod for pod in pods("h100") if selects(monitor["spec"]["selector"], pod.labels)]:
+            ports = {port["name"]: port["containerPort"] for one in pod.containers for port in one["ports"]}
+            scraped += len(wanted)
+            for name in wanted:
+                assert may_receive(found, prometheus, pod.labels, ports[name]), (pod.name, name)
+    assert scraped == 4
+    (target,) = of_kind("h100", "ScrapeConfig")[0]["spec"]["staticConfigs"][0]["targets"]
+    assert may_receive(found, prometheus, labels_of("h100", "server"), int(target.rpartition(":")[2]))
+
+
 @pytest.mark.parametrize("serving", ["dev", "h100"])
 def test_a_stranger_in_the_namespace_reaches_nobody(serving):
     found, stranger = policies(serving, "loadtest", "ops"), {"app": "stranger"}
