@@ -79,7 +79,7 @@ class Problem:
 
     def call(self, config: PrefillConfig) -> Tensor:
         """Run our kernel."""
-        where = (self.tables, self.offsets, self.starts, self.window_starts, self.lens)
+        where = (self.tables, self.offsets, self.starts, self.window_starts)
         return attend_prefill(self.q, self.k_pages, self.v_pages, *where, config=config)
 
     def flash(self, size: int, start: int, group: int) -> Callable[[], object] | None:
@@ -98,7 +98,7 @@ def run_case(name: str, model: str, options: argparse.Namespace) -> dict[str, ob
     """Measure one case and print its line."""
     heads, group, dim = MODELS[model]
     problem = Problem(CASES[name], heads, group, dim, options.page)
-    own = choose_prefill_config(problem.lens, group, 2)
+    own = choose_prefill_config(sum(problem.lens), len(problem.lens), group, 2)
     configs = list(dict.fromkeys([own, *(CONFIGS if options.sweep else [])]))
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(problem.call, configs))

@@ -76,11 +76,12 @@ class Engine:
         return engine
 
     def prepare(self) -> None:
-        """Capture what the dispatcher can ask for, and plain decoding, where the device captures steps."""
+        """Capture what the dispatcher can ask for, plain decoding, and prefills, where the device can."""
         max_rows = self.facts.max_num_seqs
         off = (self._scheduler.root_only, range(1, max_rows + 1))
         for topology, num_rows in (*self._dispatcher.reachable(max_rows), off):
             self._runner.capture(topology, num_rows)
+        self._runner.prefill.capture(self.facts.max_batched_tokens)
 
     def capture(self, tree: str, num_rows: int) -> None:
         """Capture steps of up to `num_rows` rows over a tree. Raises `ConfigError` for an unknown name."""

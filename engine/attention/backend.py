@@ -39,14 +39,15 @@ class PrefillLayout:
     block_tables: [C, P] int64; cu_seqlens: [C + 1] int32 or int64, where each chunk begins among the tokens,
     and T; starts: [C] int64, the position of each chunk's first token. Token i of chunk c reads the positions
     from window_starts[c] ([C] int64) to starts[c] + i; where there are none, its answer is finite and means
-    nothing. chunk_lens holds the lengths, at least 1 each, on the host.
+    nothing. chunk_lens holds the lengths, at least 1 each, on the host; where it is None, only the device
+    knows them, some may be 0, and a chunk of padding stands before position 0.
     """
 
     block_tables: Tensor
     cu_seqlens: Tensor
     starts: Tensor
     window_starts: Tensor
-    chunk_lens: tuple[int, ...]
+    chunk_lens: tuple[int, ...] | None
 
 
 class AttentionBackend(Protocol):
@@ -62,6 +63,10 @@ class AttentionBackend(Protocol):
         """True where `bind` and its function read lengths on the device only, so that a CUDA graph of them
         serves any batch of the same sizes, at a cost that follows the real lengths.
         """
+
+    @property
+    def is_prefill_capturable(self) -> bool:
+        """The same of `bind_prefill` without chunk_lens."""
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         """Prepare whatever the layers of one pass share, and return the function that each layer calls."""

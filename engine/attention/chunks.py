@@ -19,6 +19,7 @@ from engine.attention.backend import (
 
 def bind_chunks(backend: AttentionBackend, layout: PrefillLayout, block_size: int) -> AttendChunks:
     """Return the function of `layout`: a chunk's tokens read the pages before it, and each other causally."""
+    assert layout.chunk_lens is not None, "chunks are cut on the host"
     chunks = [
         _bind_chunk(backend, table, start, window_start, size, block_size)
         for table, start, window_start, size in zip(

@@ -17,6 +17,7 @@ class CpuAttention:
 
     name = "cpu"
     is_capturable = False
+    is_prefill_capturable = False
 
     def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
         return bind_chunks(self, layout, block_size)

@@ -16,6 +16,7 @@ class ReferenceAttention:
 
     name = "reference"
     is_capturable = False
+    is_prefill_capturable = False
 
     def bind_prefill(self, layout: PrefillLayout, block_size: int) -> AttendChunks:
         return bind_chunks(self, layout, block_size)

@@ -18,6 +18,7 @@ class TritonAttention:
 
     name = "triton"
     is_capturable = True
+    is_prefill_capturable = True
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         tables, starts, ends = layout.block_tables, layout.prefix_start, layout.prefix_end
@@ -41,14 +42,9 @@ class TritonAttention:
         def attend(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
             assert k_pages.shape[1] == block_size, (k_pages.shape, block_size)
             group_size = q.shape[1] // k_pages.shape[2]
-            config = choose_prefill_config(layout.chunk_lens, group_size, k_pages.dtype.itemsize)
-            where = (
-                layout.block_tables,
-                layout.cu_seqlens,
-                layout.starts,
-                layout.window_starts,
-                layout.chunk_lens,
-            )
+            num_chunks = layout.starts.shape[0]
+            config = choose_prefill_config(q.shape[0], num_chunks, group_size, k_pages.dtype.itemsize)
+            where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts)
             return attend_prefill(q, k_pages, v_pages, *where, config=config)
 
         return attend

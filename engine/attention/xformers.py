@@ -5,6 +5,7 @@ The arithmetic is left to xformers 0.0.35, whose operators are named here: left 
 
 import torch
 from torch import Tensor
+from xformers import _cpp_lib
 from xformers.ops import fmha
 from xformers.ops.fmha import triton_splitk
 from xformers.ops.fmha.attn_bias import PagedBlockDiagonalGappyKeysMask, _GappySeqInfo, _SeqLenInfo
@@ -27,6 +28,14 @@ class XformersAttention:
 
     name = "xformers"
     is_capturable = True
+    is_prefill_capturable = False
+
+    def __init__(self) -> None:
+        # Without its compiled library, xformers imports all the same and refuses the first step; it has no
+        # public name for that.
+        if not _cpp_lib._built_with_cuda:  # noqa: SLF001
+            reason = _cpp_lib._cpp_library_load_exception or "it was built for the CPU"  # noqa: SLF001
+            raise ConfigError(f"attention_backend xformers cannot run on CUDA here: {reason}")
 
     def bind(self, layout: AttentionLayout, block_size: int) -> AttendPages:
         if block_size % _TILE:

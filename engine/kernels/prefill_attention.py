@@ -3,7 +3,6 @@
 The K/V of a chunk are in its pages before; storing them is left to the caller.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +23,11 @@ class PrefillConfig:
     num_stages: int
 
 
-def choose_prefill_config(chunk_lens: tuple[int, ...], group_size: int, itemsize: int) -> PrefillConfig:
-    """Return the configuration for chunks of these lengths and K/V of `itemsize` bytes."""
+def choose_prefill_config(num_tokens: int, num_chunks: int, group_size: int, itemsize: int) -> PrefillConfig:
+    """Return the configuration for so many tokens in so many chunks and K/V of `itemsize` bytes."""
     if itemsize == 4:
         return PrefillConfig(32, 32, num_warps=4, num_stages=2)
-    if max(chunk_lens) * group_size <= 64:
+    if num_tokens * group_size <= 64 * num_chunks:
         return PrefillConfig(64, 64, num_warps=4, num_stages=3)
     return PrefillConfig(128, 64, num_warps=8, num_stages=3)
 
@@ -41,7 +40,6 @@ def attend_prefill(
     cu_seqlens: Tensor,
     starts: Tensor,
     window_starts: Tensor,
-    chunk_lens: tuple[int, ...],
     *,
     config: PrefillConfig,
     k_scale: Tensor | None = None,
@@ -52,16 +50,19 @@ def attend_prefill(
 
     k_pages, v_pages: [num_blocks, block_size, Hkv, D], any strides but the last, of q's dtype, or
     float8_e4m3fn with k_scale, v_scale [Hkv] float32 (None: 1). block_tables [C, P], cu_seqlens [C + 1],
-    starts and window_starts [C] are integers; chunk_lens are the lengths, at least 1 each. Reads nothing
-    back.
+    starts and window_starts [C] are integers. A chunk may be empty, or stand before position 0, where it
+    reads nothing and its answer is 0. Reads nothing back.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, group_size = k_pages.shape[2], num_heads // k_pages.shape[2]
+    num_chunks = starts.shape[0]
     assert k_pages.stride() == v_pages.stride(), (k_pages.stride(), v_pages.stride())
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _prefill_kernel[(_count_tiles(chunk_lens, group_size, config.block_m), num_kv_heads)](
+    # A bound, since only the device knows the lengths: the last tile of each chunk may hold one query.
+    num_tiles = (q.shape[0] * group_size + num_chunks * (config.block_m - 1)) // config.block_m
+    _prefill_kernel[(num_tiles, num_kv_heads)](
         *(q, k_pages, v_pages, block_tables, cu_seqlens, starts, window_starts, out, k_scale, v_scale),
-        *(LOG2_E * head_dim**-0.5, len(chunk_lens)),
+        *(LOG2_E * head_dim**-0.5, num_chunks),
         *q.stride()[:2],
         *k_pages.stride()[:3],
         block_tables.stride(0),
@@ -71,22 +72,17 @@ def attend_prefill(
         BLOCK_SIZE=k_pages.shape[1],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_CHUNKS=max(16, triton.next_power_of_2(len(chunk_lens))),
+        BLOCK_CHUNKS=max(16, triton.next_power_of_2(num_chunks)),
         STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
     return out
 
 
-@functools.lru_cache(maxsize=16)
-def _count_tiles(chunk_lens: tuple[int, ...], group_size: int, block_m: int) -> int:
-    """Return the tiles of all chunks. Kept, since every layer of a pass asks for the same."""
-    return sum(-(-size * group_size // block_m) for size in chunk_lens)
-
-
 @triton.jit
 def _find_chunk(tile, cu_seqlens, num_chunks, GROUP_SIZE, BLOCK_M, BLOCK_CHUNKS: tl.constexpr):
-    """Return (chunk, first query of the tile in its chunk) of a tile counted over all chunks.
+    """Return (chunk, first query of the tile in its chunk) of a tile counted over all chunks; past the last
+    tile a chunk that does not exist.
 
     The last tile of a chunk comes first: it reads most.
     """
@@ -132,6 +128,8 @@ def _prefill_kernel(
 ):
     head = tl.program_id(1)
     chunk, first = _find_chunk(tl.program_id(0), cu_seqlens, num_chunks, GROUP_SIZE, BLOCK_M, BLOCK_CHUNKS)
+    if chunk >= num_chunks:
+        return
     begin = tl.load(cu_seqlens + chunk).to(tl.int64)
     num_tokens = (tl.load(cu_seqlens + chunk + 1) - begin).to(tl.int32)
     start = tl.load(starts + chunk).to(tl.int32)

@@ -20,6 +20,7 @@ from engine.layers.linear import can_pack
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.graphs import StepGraphs
 from engine.runner.pending import PendingDraft
+from engine.runner.prefill_graphs import PrefillGraphs
 from engine.runner.slot_state import SlotState
 from engine.speculation import upload
 
@@ -42,10 +43,11 @@ class DraftSite:
         drafter: TreeDrafter | None,
         state: SlotState,
         pending: PendingDraft,
+        prefill: PrefillGraphs,
         graphs: StepGraphs | None,
     ) -> None:
         self._target, self._drafter = target, drafter
-        self._state, self._pending, self._graphs = state, pending, graphs
+        self._state, self._pending, self._prefill, self._graphs = state, pending, prefill, graphs
 
     @property
     def failure(self) -> str:
@@ -90,6 +92,7 @@ class DraftSite:
         self._serving().adopt(draft.head, draft.pool)
         _restart(self._state, restarts)
         self._pending.forget()
+        self._prefill.forget_drafts()
         if self._graphs is not None:
             self._graphs.forget_drafts()
 

@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
 from engine.batch import DUMMY_SLOT
 from engine.errors import ConfigError
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
+from engine.runner.graph_recorder import GraphRecorder, Recorded
 from engine.runner.guides import GuidedStep
 from engine.runner.launch_rows import LaunchRows
 from engine.runner.step_output import DecodedRows
@@ -47,14 +48,6 @@ def row_bucket(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded(Generic[R]):
-    """A graph and what it writes, held here since a graph keeps no tensor alive."""
-
-    graph: torch.cuda.CUDAGraph
-    output: R
-
-
 @dataclass(slots=True)
 class _StepSet:
     """The graphs of one (rows, shape), which all share `rows`. The draft has one for each of `widths`, the
@@ -65,9 +58,9 @@ class _StepSet:
     topologies: tuple[TreeTopology, ...]
     rows: StepRows
     widths: tuple[int, ...]
-    drafts: dict[int, _Recorded[None]]
-    target: _Recorded[NodeOutput]
-    commits: dict[SamplingFlags, _Recorded[DecodedRows]]
+    drafts: dict[int, Recorded[None]]
+    target: Recorded[NodeOutput]
+    commits: dict[SamplingFlags, Recorded[DecodedRows]]
 
 
 class StepGraphs:
@@ -77,20 +70,25 @@ class StepGraphs:
     """
 
     def __init__(
-        self, step: DecodeStep, max_rows: int, table_width: int, window: int, device: torch.device
+        self,
+        step: DecodeStep,
+        recorder: GraphRecorder,
+        max_rows: int,
+        table_width: int,
+        window: int,
     ) -> None:
-        self._step, self._table_width, self._window, self._device = step, table_width, window, device
-        self._slots = torch.full((row_bucket(max_rows),), DUMMY_SLOT, dtype=torch.int64, device=device)
+        self._step, self.recorder = step, recorder
+        self._table_width, self._window, self._device = table_width, window, recorder.device
+        self._slots = torch.full(
+            (row_bucket(max_rows),), DUMMY_SLOT, dtype=torch.int64, device=recorder.device
+        )
         self._held_slots: tuple[int, ...] = ()  # what `_slots` begins with, where that is known
         self._sets: dict[tuple[int, TreeShape], _StepSet] = {}
-        self._memory_pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.num_graphs = 0
         self.num_replays = 0
 
     def capture_rows(self, topology: TreeTopology, num_rows: range) -> None:
         """Capture the steps of so many rows whose widest tree is `topology`."""
-        before, started = self.num_graphs, time.perf_counter()
+        before, started = self.recorder.num_graphs, time.perf_counter()
         # The largest first: the smaller ones find room in its memory.
         for bucket in sorted({row_bucket(rows) for rows in num_rows}, reverse=True):
             self.capture(topology, bucket)
@@ -99,7 +97,7 @@ class StepGraphs:
             topology.name,
             num_rows[0],
             num_rows[-1],
-            self.num_graphs - before,
+            self.recorder.num_graphs - before,
             time.perf_counter() - started,
         )
 
@@ -165,7 +163,7 @@ class StepGraphs:
         for found in self._sets.values():
             found.drafts.clear()
 
-    def _draft(self, found: _StepSet, num_pending: int) -> _Recorded[None]:
+    def _draft(self, found: _StepSet, num_pending: int) -> Recorded[None]:
         """Return the draft's part that catches up with `num_pending` positions."""
         width = next((width for width in found.widths if width >= num_pending), self._window)
         width = width if found.tree.depth else 1
@@ -193,13 +191,13 @@ class StepGraphs:
             found.tree.copy_(TreeTensors.padded(topologies, found.tree.shape, self._device))
             found.topologies = topologies
 
-    def _record_draft(self, tree: TreeTensors, rows: StepRows, width: int) -> _Recorded[None]:
+    def _record_draft(self, tree: TreeTensors, rows: StepRows, width: int) -> Recorded[None]:
         batch = self._batch(tree, width, SamplingFlags())
         return self._record(lambda: self._step.draft(batch, rows))
 
     def _record_commit(
         self, tree: TreeTensors, rows: StepRows, flags: SamplingFlags, output: NodeOutput
-    ) -> _Recorded[DecodedRows]:
+    ) -> Recorded[DecodedRows]:
         batch = self._batch(tree, 1, flags)
         return self._record(lambda: self._step.commit(batch, rows, output))
 
@@ -213,23 +211,8 @@ class StepGraphs:
             num_blocks=self._table_width,
         )
 
-    def _record(self, run: Callable[[], R]) -> _Recorded[R]:
-        """Run once on dummy rows, so that kernels are compiled and libraries have their workspaces, then
-        capture.
-        """
+    def _record(self, run: Callable[[], R]) -> Recorded[R]:
+        """Record what `run` does of dummy rows."""
         self._slots.fill_(DUMMY_SLOT)
         self._held_slots = ()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            run()
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            # By thread: another one may be loading a draft meanwhile.
-            graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
-            try:
-                output = run()
-            finally:
-                graph.capture_end()  # else the device goes on recording what comes next
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self.num_graphs += 1
-        return _Recorded(graph, output)
+        return self.recorder.record(run)

@@ -18,11 +18,13 @@ from engine.kvcache.kv_pool import KVPool
 from engine.model.llama import LlamaForCausalLM
 from engine.runner.decode_step import DecodeBatch, DecodeStep
 from engine.runner.draft_site import DraftSite
+from engine.runner.graph_recorder import GraphRecorder
 from engine.runner.graphs import StepGraphs
 from engine.runner.guides import GuidedStep, Guides
 from engine.runner.launch_rows import LaunchRows
 from engine.runner.logprobs import LogprobReader
 from engine.runner.pending import PendingDraft
+from engine.runner.prefill_graphs import PrefillGraphs
 from engine.runner.prefill_step import PrefillStep
 from engine.runner.slot_ops import SlotOps
 from engine.runner.slot_state import SlotState
@@ -83,19 +85,19 @@ class ModelRunner:
         self._logprobs = LogprobReader(target.logits)
         self._rows: LaunchRows | None = None  # of the last launch
         # The same topologies come back step after step.
-        self._tree_tensors = functools.lru_cache(256)(
-            functools.partial(TreeTensors.padded, device=self.device)
-        )
-        self._prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
+        padded = functools.partial(TreeTensors.padded, device=self.device)
+        self._tree_tensors = functools.lru_cache(256)(padded)
+        recorder = GraphRecorder(self.device) if self.device.type == "cuda" else None
+        prefill_step = PrefillStep(target, drafter, backend, self._pool, self._state)
+        self.prefill = PrefillGraphs(prefill_step, recorder, shape.max_num_seqs)
         self._step = DecodeStep(target, drafter, backend, self._pool, self._state, verify, shape.draft_mode)
         self._timer: StepTimer | None = None  # of the last launch
         self._graphs: StepGraphs | None = None
         # Sampled drafts hand over probabilities of the whole vocabulary, which are not worth a copy each.
-        if self.device.type == "cuda" and backend.is_capturable and shape.draft_mode == "greedy":
-            self._graphs = StepGraphs(
-                self._step, shape.max_num_seqs, shape.table_width, shape.feature_window, self.device
-            )
-        self.draft_site = DraftSite(target, drafter, self._state, self._pending, self._graphs)
+        if recorder is not None and backend.is_capturable and shape.draft_mode == "greedy":
+            sizes = (shape.max_num_seqs, shape.table_width, shape.feature_window)
+            self._graphs = StepGraphs(self._step, recorder, *sizes)
+        self.draft_site = DraftSite(target, drafter, self._state, self._pending, self.prefill, self._graphs)
 
     @property
     def is_captured(self) -> bool:
@@ -126,7 +128,7 @@ class ModelRunner:
             self._admit(plan.admissions)
         if plan.growths:
             self._state.grow(plan.growths)
-        prefilled = self._prefill_step.run(plan.chunks) if plan.chunks else None
+        prefilled = self.prefill.run(plan.chunks) if plan.chunks else None
         guide = self.guides.open(plan.rows)
         decoded = self._decode(plan, guide) if plan.rows else None
         if guide is not None and decoded is not None:

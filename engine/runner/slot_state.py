@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.batch import Admission, BlockGrowth, PrefillChunk
+from engine.batch import Admission, BlockGrowth
 from engine.request import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
 from engine.runner.slot_ops import SlotOps, TorchSlotOps
 from engine.speculation import SamplingFlags, SamplingTensors, TreeTensors, Verification, upload
@@ -84,11 +84,9 @@ class SlotState:
     def _admit_vocabulary(self, admission: Admission, eos_token_ids: tuple[int, ...]) -> None:
         slot, params = admission.slot, admission.sampling
         if params.logit_bias:
-            num_biases = len(params.logit_bias)
-            self._bias_token_ids[slot, :num_biases] = self._row(
-                [b[0] for b in params.logit_bias], torch.int64
-            )
-            self._bias_values[slot, :num_biases] = self._row([b[1] for b in params.logit_bias], torch.float32)
+            token_ids, values = zip(*params.logit_bias, strict=True)
+            self._bias_token_ids[slot, : len(values)] = self._row(token_ids, torch.int64)
+            self._bias_values[slot, : len(values)] = self._row(values, torch.float32)
         if params.is_penalized:
             tokens = self._row(admission.tokens, torch.int64)
             self._prompt_mask[slot].zero_()
@@ -97,9 +95,8 @@ class SlotState:
             emitted = tokens[admission.num_prompt :]
             counts.scatter_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
         if params.min_tokens:
-            stops = list(
-                dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
-            )
+            eos_ids = () if params.ignore_eos else eos_token_ids
+            stops = list(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
             self._stop_token_ids[slot].fill_(-1)
             self._stop_token_ids[slot, : len(stops)] = self._row(stops, torch.int64)
 
@@ -111,22 +108,18 @@ class SlotState:
         entries = self._row(slots + columns + block_ids, torch.int64).view(3, -1)
         self.tables.block_tables[entries[0], entries[1]] = entries[2]
 
-    def note_prefill(self, chunks: Sequence[PrefillChunk], token_ids: Tensor, features: Tensor) -> None:
-        """Keep the last W tokens and features of every chunk, which lie side by side in token_ids [T] and
-        features [T, F].
+    def note_prefill(
+        self, slots: Tensor, starts: Tensor, cu_seqlens: Tensor, token_ids: Tensor, features: Tensor
+    ) -> None:
+        """Keep the last W tokens and features of C chunks, slots and starts [C], side by side in token_ids
+        [T] and features [T, F] with bounds cu_seqlens [C + 1]. Before position 0 there is padding.
         """
-        slots, columns, rows = [], [], []
-        end_row = 0
-        for chunk in chunks:
-            size = len(chunk.token_ids)
-            kept = range(max(0, size - self.tables.window), size)
-            slots += [chunk.slot] * len(kept)
-            columns += [(chunk.start + i) % self.tables.window for i in kept]
-            rows += [end_row + i for i in kept]
-            end_row += size
-        entries = self._row(slots + columns + rows, torch.int64).view(3, -1)
-        self.tables.features[entries[0], entries[1]] = features[entries[2]]
-        self.tables.tokens[entries[0], entries[1]] = token_ids[entries[2]]
+        window = self.tables.window
+        offsets = cu_seqlens.diff()[:, None] - 1 - torch.arange(window, device=self.device)
+        positions, rows = starts[:, None] + offsets, (cu_seqlens[:-1, None] + offsets).clamp(min=0)
+        places = (slots[:, None], torch.where((offsets >= 0) & (positions >= 0), positions % window, window))
+        self.tables.features[places] = features[rows]
+        self.tables.tokens[places] = token_ids[rows]
 
     def open(self, slots: Tensor, tree: TreeTensors, rows: StepRows) -> None:
         """Fill `rows` from the rows `slots` [B] of state."""
@@ -179,10 +172,8 @@ class SlotState:
             **flags._asdict(),
         )
 
-    def _rows(
-        self, columns: Sequence[Sequence[int]] | Sequence[Sequence[float]], dtype: torch.dtype
-    ) -> Tensor:
+    def _rows(self, columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         return self._row([value for column in columns for value in column], dtype).view(len(columns), -1)
 
-    def _row(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
+    def _row(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return upload(values, dtype, self.device)

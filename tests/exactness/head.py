@@ -33,12 +33,15 @@ DRAFT = DraftConfig(
 
 
 def build_drafter(
-    shape: EngineShape, target: LlamaForCausalLM, backend: AttentionBackend | None = None
+    shape: EngineShape,
+    target: LlamaForCausalLM,
+    backend: AttentionBackend | None = None,
+    config: DraftConfig = DRAFT,
 ) -> Drafter:
     torch.manual_seed(3)
-    head = DraftHead(DRAFT, num_positions=MAX_LEN + 128, dtype=torch.float32)
+    head = DraftHead(config, num_positions=MAX_LEN + 128, dtype=torch.float32)
     head.to(target.embed_tokens.weight.device)
-    head.target_ids.copy_(torch.randperm(VOCAB)[: DRAFT.draft_vocab_size])
+    head.target_ids.copy_(torch.randperm(VOCAB)[: config.draft_vocab_size])
     head.requires_grad_(False).bind(target.embed_tokens.weight, target.head_weight)
     return make_drafter(shape, head, backend)
 

@@ -45,10 +45,10 @@ CONFIG = ModelConfig(
 )
 
 
-def build_target(seed: int = 0) -> LlamaForCausalLM:
+def build_target(seed: int = 0, config: ModelConfig = CONFIG) -> LlamaForCausalLM:
     """Return a target whose next tokens depend on the whole prefix and seldom tie."""
     torch.manual_seed(seed)
-    target = LlamaForCausalLM(CONFIG, TAPS, num_positions=MAX_LEN + 128, dtype=torch.float32)
+    target = LlamaForCausalLM(config, TAPS, num_positions=MAX_LEN + 128, dtype=torch.float32)
     for parameter in target.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * 1.5)

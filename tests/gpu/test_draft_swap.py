@@ -18,7 +18,7 @@ from tests.exactness.tiny import (
     run,
     runner_shape,
 )
-from tests.gpu.test_graphs import CapturableReference
+from tests.runner.prefill_cases import DeviceReference
 
 pytestmark = pytest.mark.gpu
 
@@ -44,12 +44,12 @@ def test_replays_across_swaps_emit_what_plain_decoding_does(mode, temperature):
     heads = [build_drafter(shape, target).head for _ in range(3)]
     for scale, head in zip((1.0, 0.5, 2.0), heads, strict=True):
         head.fc.weight.data.mul_(scale)
-    backend = CapturableReference()
+    backend = DeviceReference()
     drafter = create_drafter(heads[0], backend, runner_shape(shape, shape.feature_window - 1))
     engine = build_engine(target, drafter, shape, backend=backend)
     engine.prepare()
     graphs = engine._runner._graphs
-    num_captured, outputs = graphs.num_graphs, {request.request_id: [] for request in asked}
+    num_captured, outputs = graphs.recorder.num_graphs, {request.request_id: [] for request in asked}
     waiting, num_steps, num_swaps = list(asked), 0, 0
     while engine.has_work or waiting:
         if waiting and num_steps % 4 == 0:
@@ -64,5 +64,5 @@ def test_replays_across_swaps_emit_what_plain_decoding_does(mode, temperature):
     assert {name: tuple(text) for name, text in outputs.items()} == plain
     assert num_swaps == 4
     assert graphs.num_replays > 20
-    assert graphs.num_graphs > num_captured, "drafts are captured anew"
+    assert graphs.recorder.num_graphs > num_captured, "drafts are captured anew"
     assert engine.stats().num_accepted > 0

@@ -3,19 +3,13 @@
 import pytest
 import torch
 
-from engine.attention.reference import ReferenceAttention
 from engine.runner.graphs import CaptureMemoryError
 from tests.exactness.head import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
+from tests.runner.prefill_cases import DeviceReference
 
 pytestmark = pytest.mark.gpu
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8}, "truncated": {"temperature": 0.8, "top_p": 0.9}}
-
-
-class CapturableReference(ReferenceAttention):
-    """The reference reads no length on the host: full tables make it slow, not wrong."""
-
-    is_capturable = True
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +35,8 @@ def requests(sampling, trees=("auto",), num=9):
 
 
 def captured_engine(shape: EngineShape, target):
-    drafter = build_drafter(shape, target, CapturableReference())
-    engine = build_engine(target, drafter, shape, backend=CapturableReference())
+    drafter = build_drafter(shape, target, DeviceReference())
+    engine = build_engine(target, drafter, shape, backend=DeviceReference())
     engine.prepare()
     return engine
 
@@ -74,8 +68,8 @@ def test_rows_with_trees_of_their_own_share_a_replay(sampling):
 def test_a_capture_without_memory_is_refused_and_leaves_the_engine_as_it_was():
     target, shape = build_target().cuda(), EngineShape(mode="tree-64")
     plain = run(build_engine(target, None, EngineShape()), requests("greedy"))
-    drafter = build_drafter(shape, target, CapturableReference())
-    engine = build_engine(target, drafter, shape, backend=CapturableReference())
+    drafter = build_drafter(shape, target, DeviceReference())
+    engine = build_engine(target, drafter, shape, backend=DeviceReference())
     engine.capture("tree-64", 1)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

@@ -10,8 +10,8 @@ from engine.sampling.triton_verify import TritonVerify
 from tests.exactness.head import build_drafter
 from tests.exactness.test_guided import check_law, mixed, run
 from tests.exactness.tiny import EngineShape, build_engine, build_target
-from tests.gpu.test_graphs import CapturableReference
 from tests.grammar.automaton import AutomatonBackend
+from tests.runner.prefill_cases import DeviceReference
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def build(target, shape: EngineShape, is_captured: bool, has_draft: bool = True)
     runner = functools.partial(
         ModelRunner, open_grammars=AutomatonBackend, verify=TritonVerify(overlap=False)
     )
-    backend = CapturableReference() if is_captured else None
+    backend = DeviceReference() if is_captured else None
     drafter = build_drafter(shape, target, backend) if has_draft else None
     engine = build_engine(target, drafter, shape, runner, backend)
     if is_captured:

@@ -77,7 +77,7 @@ def test_chunks_from_one_token_to_many(starts, lens):
 def test_configurations_agree(config):
     chunks = draw(starts=(5, 0, 100), lens=(40, 1, 33 * LONG))
     layout = chunks.layout
-    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts, layout.chunk_lens)
+    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts)
     assert distance(attend_prefill(*chunks.tensors, *where, config=config), solve_chunks(chunks)) <= 1e-2
 
 
@@ -94,7 +94,7 @@ def test_float8_pages_with_a_scale_per_head():
     pages = [x.to(torch.float8_e4m3fn) for x in (k_pages, v_pages)]
     k_scale, v_scale = (torch.tensor(pair, device=DEVICE) for pair in ((0.5, 1.5), (0.25, 3.0)))
     layout = chunks.layout
-    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts, layout.chunk_lens)
+    where = (layout.block_tables, layout.cu_seqlens, layout.starts, layout.window_starts)
     found = attend_prefill(
         q, *pages, *where, config=PrefillConfig(64, 64, 4, 3), k_scale=k_scale, v_scale=v_scale
     )
@@ -106,6 +106,43 @@ def test_float8_pages_with_a_scale_per_head():
 @pytest.mark.parametrize("window_starts", [(0, 64, 3), (17, 130, 0), (5, 1, 64)])
 def test_windows_that_begin_after_the_first_position(window_starts):
     assert_right(draw(starts=(17, 130, 64), lens=(9, 1, 33 * LONG), window_starts=window_starts))
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("starts", "lens"),
+    [
+        ((0, -60, -60), (9, 50, 0)),
+        ((-60, 0, 30, -60, 5), (0, 1, 33 * LONG, 0, 2)),
+        ((-60,) * 4 + (40,) + (-60,) * 40, (0,) * 4 + (20,) + (0,) * 40),
+        ((-60, -60), (0, 50)),
+    ],
+)
+def test_chunks_of_padding_and_empty_ones_read_nothing(starts, lens, block_size):
+    real = [idx for idx, start in enumerate(starts) if start >= 0]
+    at = [sum(lens[:idx]) for idx in range(len(lens))]
+    chunks = draw(starts=[max(start, 0) for start in starts], lens=lens, block_size=block_size)
+    layout, (q, *pages) = chunks.layout, chunks.tensors
+    # A page that nobody may read: one step beyond the pages is far outside of all memory.
+    tables = layout.block_tables.clone()
+    tables[[idx for idx, start in enumerate(starts) if start < 0]] = 1 << 40
+    where = (tables, layout.cu_seqlens, torch.tensor(starts, device=DEVICE), layout.window_starts)
+    for config in (PrefillConfig(32, 32, 4, 2), PrefillConfig(128, 64, 8, 3)):
+        found = attend_prefill(q, *pages, *where, config=config)
+        is_real = torch.zeros(len(q), dtype=torch.bool, device=DEVICE)
+        for idx in real:
+            span = slice(at[idx], at[idx] + lens[idx])
+            is_real[span] = True
+            alone = PrefillLayout(
+                layout.block_tables[idx : idx + 1],
+                torch.tensor([0, lens[idx]], device=DEVICE),
+                layout.starts[idx : idx + 1],
+                layout.window_starts[idx : idx + 1],
+                (lens[idx],),
+            )
+            expected = solve_chunks(type(chunks)(alone, block_size, (q[span], *pages)))
+            assert distance(found[span], expected) <= 1e-2
+        assert (found[~is_real] == 0).all(), "nothing that was there before is left in padding"
 
 
 def test_one_key_more_is_noticed():

@@ -7,6 +7,9 @@ import torch
 
 pytest.importorskip("xformers")
 
+from xformers import _cpp_lib
+
+from engine.attention.registry import create_backend
 from engine.attention.xformers import XformersAttention
 from engine.errors import ConfigError
 from tests.attention.cases import Problem, make_problem, solve_densely
@@ -77,3 +80,10 @@ def test_what_it_cannot_serve_is_refused():
         problem.solve(XformersAttention())
     with pytest.raises(ConfigError, match="float16 or bfloat16"):
         move(problem).solve(XformersAttention(), torch.float32)
+
+
+def test_xformers_without_its_compiled_library_is_refused_at_load(monkeypatch):
+    monkeypatch.setattr(_cpp_lib, "_built_with_cuda", False)
+    monkeypatch.setattr(_cpp_lib, "_cpp_library_load_exception", OSError("libcudart.so.12 not found"))
+    with pytest.raises(ConfigError, match=r"cannot run on CUDA here: libcudart\.so\.12 not found"):
+        create_backend("xformers", torch.device("cuda"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from engine.batch import Admission, BlockGrowth, PrefillChunk
+from engine.batch import Admission, BlockGrowth
 from engine.request import SamplingParams
 from engine.runner.slot_state import SlotState
 from engine.sampling.warp import warp
@@ -135,9 +135,9 @@ class Walk:
         start = 0
         while start < size - 1:
             end = min(size - 1, start + self.rng.randint(1, 9))
-            chunk = PrefillChunk(slot, start, tuple(tokens[start:end]), tokens[end], start)
+            where = (torch.tensor(row) for row in ([slot], [start], [0, end - start]))
             self.state.note_prefill(
-                [chunk], torch.tensor(tokens[start:end]), features(slot, range(start, end))
+                *where, torch.tensor(tokens[start:end]), features(slot, range(start, end))
             )
             start = end
         self.texts[slot] = Text(tokens, size - 1, 0)
