@@ -107,7 +107,10 @@ class Controller:
         if candidate.digest == stable.digest:
             raise RolloutError(f"draft {draft[:12]} serves already")
         state = RolloutState(draft, Phase.VERIFYING, stable, candidate)
-        self._keep(state, None if kept is None else kept.version)
+        try:
+            self._keep(state, None if kept is None else kept.version)
+        except ConflictError:
+            return self.start(draft)  # another process was quicker: its rollout is taken up, or told
         return state
 
     def ask(self, phase: Phase) -> RolloutState:

@@ -165,6 +165,24 @@ def test_a_second_rollout_waits_for_the_first(world):
         world.controller().start("id-worse")
 
 
+@pytest.mark.parametrize("other", ["id-better", "id-worse"])
+def test_of_two_that_start_at_once_the_later_one_takes_up_the_same_or_is_told(other, world):
+    keep = world.store.replace
+
+    def replace(state: RolloutState, version: str | None) -> Kept:
+        world.store.replace = keep
+        world.controller().start(other)  # between the look and the act of the first
+        return keep(state, version)
+
+    world.store.replace = replace
+    if other == "id-better":
+        assert world.controller().start("id-better").draft == other
+    else:
+        with pytest.raises(RolloutError, match="a rollout of id-worse is verifying"):
+            world.controller().start("id-better")
+    assert world.store.load().state.draft == other
+
+
 def test_what_cannot_be_asked_is_told(world):
     with pytest.raises(RolloutError, match="there is no rollout"):
         world.controller().run()
