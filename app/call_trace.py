@@ -93,6 +93,9 @@ class TracedEngine:
         self._sink = sink
         self._clock = clock
         self._open: dict[str, _CallTrace] = {}
+        self._draft_digest = (
+            engine.facts.draft_digest
+        )  # then of whatever `stats` told last: drafts are swapped
 
     @contextmanager
     def watch(self, call: Call, call_id: str, context: TraceContext, ending: Ending) -> Iterator[None]:
@@ -111,8 +114,8 @@ class TracedEngine:
                 names.RESPONSE_ID: f"{'chatcmpl' if is_chat else 'cmpl'}-{call_id}"
             }
             times.attributes = asked | trace.attributes() | {names.OUTCOME: ending.outcome}
-            if self.facts.draft_digest is not None:
-                times.attributes[names.DRAFT_DIGEST] = self.facts.draft_digest
+            if self._draft_digest is not None:
+                times.attributes[names.DRAFT_DIGEST] = self._draft_digest
             if ending.outcome != "answered":
                 times.attributes[names.ERROR_TYPE] = ending.outcome
             if ending.outcome == FAILED:
@@ -137,7 +140,9 @@ class TracedEngine:
         self._engine.finish(request_id)
 
     async def stats(self) -> EngineStats:
-        return await self._engine.stats()
+        stats = await self._engine.stats()
+        self._draft_digest = stats.draft.digest
+        return stats
 
     def check_health(self) -> None:
         self._engine.check_health()

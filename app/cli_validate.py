@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import TextIO
 
@@ -22,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.machine import cpu_name
 from app.speedup import SpeedupCell, SpeedupPlan, ask_together, measure
 from app.speedup_report import HTML_NAME, JSON_NAME, SpeedupReport, stored_floors
-from app.speedup_verdict import Estimate, Verdict, declared, judge
+from app.speedup_verdict import Estimate, Floor, Judgement, Verdict, declared, judge, relative_to
 from engine import ConfigError, ModelLoadError, StepError
 from loadtest.sse_client import SSEClient
 
@@ -35,7 +36,7 @@ LOG_NAME = "server.txt"
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Measure, judge and write the report. Raises `StepError` where float32 answers differ between arms."""
-    options.out.mkdir(parents=True, exist_ok=True)
+    _check_options(options)
     with _server(options) as url:
         facts = _facts(url)
         model = facts["model"]
@@ -49,17 +50,33 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
         client = SSEClient(url, os.environ.get(KEY_VARIABLE))
         cells = measure(ask_together(client), plan, tell)
-    judgements = [
-        judge(Estimate(cell.speedup, cell.low, cell.high), floor, options.margin)
-        for cell, floor in zip(cells, floors, strict=True)
-    ]
-    report = SpeedupReport(plan, facts, source, cells, floors, judgements)
-    report.write(options.out)
-    out.write(
-        "\n".join([*report.lines(), f"report: {options.out / HTML_NAME}, {options.out / JSON_NAME}", ""])
-    )
+    judgements = [_judgement(*pair, options.margin) for pair in zip(cells, floors, strict=True)]
+    estimates = [floor.estimate for floor in floors]
+    report = SpeedupReport(plan, facts, source, cells, estimates, judgements)
+    out.write("\n".join([*report.lines(), ""]))
+    try:
+        report.write(options.out)
+    except OSError as error:
+        raise ConfigError(f"cannot write the report: {error}") from error
+    out.write(f"report: {options.out / HTML_NAME}, {options.out / JSON_NAME}\n")
     _check_equality(cells, facts["dtype"])
     return EXIT_STATUS[report.verdict]
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse what can be refused before a server is started."""
+    missing = [batch for batch in options.batch if None not in options.floor and batch not in options.floor]
+    if options.baseline is None and missing:
+        raise ConfigError(f"--floor has no value for the batch size {missing[0]}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot make the folder {options.out}: {error.strerror}") from error
+
+
+def _judgement(cell: SpeedupCell, floor: Floor, margin: float) -> Judgement:
+    blocks = [(block.plain, block.speculative) for block in cell.blocks]
+    return judge(relative_to(floor, Estimate(cell.speedup, cell.low, cell.high), blocks), margin)
 
 
 def _check_equality(cells: Sequence[SpeedupCell], dtype: str) -> None:
@@ -70,15 +87,9 @@ def _check_equality(cells: Sequence[SpeedupCell], dtype: str) -> None:
         raise StepError(f"{num_pairs - num_equal} of {num_pairs} float32 answers differ between the arms")
 
 
-def _floors(
-    options: argparse.Namespace, plan: SpeedupPlan, facts: dict[str, str]
-) -> tuple[list[Estimate], str]:
+def _floors(options: argparse.Namespace, plan: SpeedupPlan, facts: dict[str, str]) -> tuple[list[Floor], str]:
     if options.baseline is not None:
         return stored_floors(options.baseline, plan, facts), f"the stored run {options.baseline.name}"
-    if missing := [
-        batch for batch in plan.batches if None not in options.floor and batch not in options.floor
-    ]:
-        raise ConfigError(f"--floor has no value for the batch size {missing[0]}")
     floors = [declared(options.floor.get(batch, options.floor.get(None))) for batch in plan.batches]
     return floors, "declared"
 
@@ -88,7 +99,7 @@ def _facts(url: str) -> dict[str, str]:
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:  # noqa: S310 - http(s)
             text = answer.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise ConfigError(f"no Eyas server answers at {url}: {error}") from error
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -113,17 +124,23 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     command = [sys.executable, "-m", "app.cli", "serve", "--port", str(port), "--model", options.model]
     command += ["--draft", options.draft, "--dtype", options.dtype]
     log = options.out / LOG_NAME
+    before = signal.signal(signal.SIGTERM, _leave)  # else the server would outlive a `kill` of this process
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603 - our own
     try:
         _wait(process, f"http://127.0.0.1:{port}", log)
         yield f"http://127.0.0.1:{port}"
     finally:
+        signal.signal(signal.SIGTERM, before)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

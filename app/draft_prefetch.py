@@ -5,12 +5,15 @@ machine, needs the source no more. Checking it against its manifest and model is
 """
 
 import hashlib
+import logging
 import shutil
 import tempfile
 from pathlib import Path
 
 from app.drafts import AUTO_DRAFT, SHIPPED_DRAFTS, draft_folder
 from engine import ConfigError, ModelLoadError, cache_folder
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
@@ -22,7 +25,7 @@ def drafts_folder() -> Path:
 
 
 def prefetch(model: str, draft: str | None, digest: str | None) -> Path:
-    """Return a local folder of the draft, a copy where a digest says which.
+    """Return a local folder of the draft, a copy where a digest says which and the cache can be written.
 
     Raises `ConfigError` where there is no such draft, `ModelLoadError` where its weights are others.
     """
@@ -47,9 +50,18 @@ def find_draft(model: str, draft: str | None) -> Path:
 
 
 def _copy(source: Path, digest: str) -> Path:
-    """Copy a draft under its digest; whoever is second finds the first one's copy."""
-    drafts_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=drafts_folder()) as folder:
+    """Copy a draft under its digest; whoever is second finds the first one's copy.
+
+    A cache that is only read, such as a volume of models, takes none: the draft is read where it lies, and
+    the engine holds it against the digest.
+    """
+    try:
+        drafts_folder().mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(dir=drafts_folder())
+    except OSError as error:
+        logger.warning("draft not copied source=%s reason=%r", source, str(error))
+        return source
+    with place as folder:
         part = Path(folder) / "draft"
         try:
             shutil.copytree(source, part)

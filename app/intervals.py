@@ -5,7 +5,10 @@ What is measured is left to `bench` and `evaluation`.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 2000
@@ -15,14 +18,21 @@ _Z = 1.959964  # of a two-sided normal interval of 95%
 def ratio_interval(
     pairs: Sequence[tuple[float, float]], num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float, float]:
-    """Return sum of lefts over sum of rights, and its bootstrap interval over the pairs (fixed seed).
+    """Return sum of lefts over sum of rights, and its bootstrap interval over the pairs."""
+    return bootstrap(pairs, ratio, num_resamples)
 
-    Efron 1979, percentile interval: resampling pairs keeps what left and right of one unit share.
+
+def bootstrap(
+    units: Sequence[T], statistic: Callable[[Sequence[T]], float], num_resamples: int = NUM_RESAMPLES
+) -> tuple[float, float, float]:
+    """Return a statistic of some units, and its bootstrap interval over them (fixed seed).
+
+    Efron 1979, percentile interval: resampling units keeps what the parts of one unit share.
     """
     source = random.Random(0)  # noqa: S311 - statistics, not secrets
-    ratios = sorted(_ratio(source.choices(pairs, k=len(pairs))) for _ in range(num_resamples))
+    found = sorted(statistic(source.choices(units, k=len(units))) for _ in range(num_resamples))
     tail = int(num_resamples * (1 - CONFIDENCE) / 2)
-    return _ratio(pairs), ratios[tail], ratios[-1 - tail]
+    return statistic(units), found[tail], found[-1 - tail]
 
 
 def share_interval(count: int, total: int) -> tuple[float, float]:
@@ -35,5 +45,6 @@ def share_interval(count: int, total: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+def ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return sum of lefts over sum of rights."""
     return sum(left for left, _ in pairs) / sum(right for _, right in pairs)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from app.options import DTYPES, Commands, add_model, names, positive, positive_list
 
+MIN_BLOCKS = 3  # of an interval
+
 
 def add_validate(commands: Commands) -> None:
     """Add `eyas validate` and what it can validate."""
@@ -40,8 +42,8 @@ def add_validate(commands: Commands) -> None:
 
 def _blocks(text: str) -> int:
     value = positive(text)
-    if value < 3:
-        raise argparse.ArgumentTypeError(f"an interval needs at least 3 blocks, found {text}")
+    if value < MIN_BLOCKS:
+        raise argparse.ArgumentTypeError(f"an interval needs at least {MIN_BLOCKS} blocks, found {text}")
     return value
 
 

@@ -4,6 +4,7 @@ Both arms ask one server the same prompts, told apart by the `speculation` of ea
 `speedup_verdict`, what the client times to `loadtest.sse_client`.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,13 @@ class _Block:
     @property
     def times(self) -> BlockTimes:
         return BlockTimes(sum(map(seconds_of, self.plain)), sum(map(seconds_of, self.speculative)))
+
+
+def prompts_digest() -> str:
+    """Return what tells whether two runs asked the same prompts in the same blocks."""
+    return hashlib.sha256(
+        "\n".join(prompt for texts in CLASSES.values() for prompt in texts).encode()
+    ).hexdigest()
 
 
 def ask_together(client: SSEClient) -> AskTogether:

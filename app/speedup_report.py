@@ -6,13 +6,16 @@ Measuring is left to `speedup`, judging to `speedup_verdict`.
 import dataclasses
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from app.options_validate import MIN_BLOCKS
 from app.plot import Panel, Point, draw
-from app.speedup import SpeedupCell, SpeedupPlan
-from app.speedup_verdict import Estimate, Judgement, Verdict, overall
+from app.speedup import SpeedupCell, SpeedupPlan, prompts_digest
+from app.speedup_verdict import Estimate, Floor, Judgement, Verdict, overall
 from engine import ConfigError
 
 METHOD = (
@@ -20,7 +23,8 @@ METHOD = (
     "speculation (B), chosen by the speculation field of each request. A run sends as many streams at "
     "once as the batch size says, and lasts from the first request to the last token. The prompts are in "
     "the prefix cache before. The speed-up is the plain seconds over the speculative ones; its interval "
-    "of 95% is bootstrapped over blocks."
+    "of 95% is bootstrapped over blocks. Against a stored run that asked the same prompts, the share of the "
+    "floor is bootstrapped over blocks of both runs together."
 )
 JSON_NAME, HTML_NAME = "speedup.json", "speedup.html"
 
@@ -64,6 +68,7 @@ class SpeedupReport:
             "method": METHOD,
             "environment": dict(self.environment),
             "plan": dataclasses.asdict(self.plan),
+            "prompts": prompts_digest(),
             "floor_source": self.floor_source,
             "cells": [
                 {
@@ -146,20 +151,19 @@ def _verdict_cell(verdict: str) -> str:
     return f'<td class="{verdict}">{verdict}</td>'
 
 
-def stored_floors(path: Path, plan: SpeedupPlan, environment: Mapping[str, str]) -> list[Estimate]:
+def stored_floors(path: Path, plan: SpeedupPlan, environment: Mapping[str, str]) -> list[Floor]:
     """Return the speed-ups of a stored run, one per batch size of `plan`.
 
     Raises `ConfigError` where the file is no stored run, or one of another model or another plan.
     """
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        found = {
-            cell["batch"]: Estimate(cell["speedup"], cell["low"], cell["high"]) for cell in stored["cells"]
-        }
+        is_same = stored.get("prompts") == prompts_digest()
+        found = {cell["batch"]: _stored_floor(cell, is_same) for cell in stored["cells"]}
         then = (stored["environment"]["model_digest"], stored["plan"]["arm"], stored["plan"]["max_tokens"])
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no stored run of eyas validate speedup: {error!r}") from error
     now = (environment["model_digest"], plan.arm, plan.max_tokens)
     for name, old, new in zip(("model digest", "--tree", "--max-tokens"), then, now, strict=True):
@@ -170,3 +174,22 @@ def stored_floors(path: Path, plan: SpeedupPlan, environment: Mapping[str, str])
     if missing := [batch for batch in plan.batches if batch not in found]:
         raise ConfigError(f"{path} has no batch size {missing[0]}: it has {sorted(found)}")
     return [found[batch] for batch in plan.batches]
+
+
+def _stored_floor(cell: Mapping[str, Any], is_same: bool) -> Floor:
+    """Read a batch size of a stored run; its blocks only where they asked what is asked now."""
+    estimate = Estimate(float(cell["speedup"]), float(cell["low"]), float(cell["high"]))
+    times = (
+        [(float(block["plain"]), float(block["speculative"])) for block in cell["blocks"]] if is_same else []
+    )
+    numbers = [
+        estimate.low,
+        estimate.value,
+        estimate.high,
+        *(seconds for block in times for seconds in block),
+    ]
+    if not all(0 < number < math.inf for number in numbers) or not numbers[0] <= numbers[1] <= numbers[2]:
+        raise ValueError(f"batch {cell['batch']}: {estimate}")
+    if is_same and len(times) < MIN_BLOCKS:
+        raise ValueError(f"batch {cell['batch']} has {len(times)} blocks")
+    return Floor(estimate, tuple(times))

@@ -8,7 +8,9 @@ or not the server keeps up. Timing is left to `sse_client`, figures to `summary`
 
 import itertools
 import logging
+import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, ClassVar
 
 import gevent
 from gevent.pool import Pool
-from locust import User, constant, events, task
+from locust import User, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
@@ -31,8 +33,23 @@ from loadtest.summary import Objective, summarize
 CLOSED = "closed"
 KEY_VARIABLE = "EYAS_API_KEY"  # not a flag: those are shown in the web page and in process lists
 SEED_STEP = 1_000_003  # keeps the sources of several users apart
+RETRY_S = 1.0  # before a stream asks again that was not answered, where the server does not say
+_EPOCH = time.time() - time.perf_counter()
+
+_TINY = sys.float_info.min
+_LEAST = {
+    **dict.fromkeys(("rate", "max_tokens", "silence", "ttft", "tpot", "e2e"), _TINY),
+    **dict.fromkeys(("temperature", "requests", "stagger", "warm_up"), 0.0),
+}
 
 logger = logging.getLogger(__name__)
+
+
+def clock() -> float:
+    """Return seconds since 1970 that never go back, as the wall clock is read once: the records of several
+    machines go together.
+    """
+    return _EPOCH + time.perf_counter()
 
 
 class RequestFailedError(Exception):
@@ -70,10 +87,26 @@ def add_options(parser: LocustArgumentParser, **_: Any) -> None:
 
 @events.init.add_listener
 def check_options(environment: Environment, **_: Any) -> None:
-    """Refuse unknown classes of prompts before anything is sent."""
+    """Refuse what cannot be sent before anything is."""
     unknown = set(_classes(environment)) - CLASSES.keys()
     if unknown:
         raise SystemExit(f"error: unknown classes of prompts {sorted(unknown)}; there are {list(CLASSES)}")
+    options = environment.parsed_options
+    for name, least in _LEAST.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            flag = "--" + name.replace("_", "-")
+            raise SystemExit(
+                f"error: {flag} must be {'above 0' if least == _TINY else 'at least 0'}, found {value}"
+            )
+    try:
+        SSEClient(environment.host or "http://none", os.environ.get(KEY_VARIABLE))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    try:
+        RecordFile(Path(options.records)).close()
+    except OSError as error:
+        raise SystemExit(f"error: --records: cannot write {options.records}: {error.strerror}") from error
 
 
 @events.test_start.add_listener
@@ -90,7 +123,8 @@ def report(environment: Environment, **_: Any) -> None:
     path = Path(options.records)
     if isinstance(environment.runner, WorkerRunner) or not path.is_file():
         return
-    objective = Objective(options.ttft, options.tpot, options.e2e)
+    # The web page hands over text, and an empty one for what is not asked.
+    objective = Objective(*(float(one) if one else None for one in (options.ttft, options.tpot, options.e2e)))
     for line in summarize(list(read_records([path])), objective, options.warm_up).lines():
         logger.info(line)
 
@@ -98,7 +132,7 @@ def report(environment: Environment, **_: Any) -> None:
 class StreamingUser(User):  # type: ignore[misc]  # Locust has no types
     """One stream of a closed loop, or one source of an open loop with its share of the rate."""
 
-    wait_time = constant(0)
+    _pause_s = 0.0
     _ordinals: ClassVar[Iterator[int]] = itertools.count()
     _endings: ClassVar[Iterator[int]] = itertools.count(1)
 
@@ -108,7 +142,7 @@ class StreamingUser(User):  # type: ignore[misc]  # Locust has no types
         worker_idx = runner.worker_index if isinstance(runner, WorkerRunner) else 0
         ordinal = next(self._ordinals) + SEED_STEP * worker_idx
         self._options = options
-        self._client = SSEClient(self.host, os.environ.get(KEY_VARIABLE), options.silence, time.perf_counter)
+        self._client = SSEClient(self.host, os.environ.get(KEY_VARIABLE), options.silence, clock)
         self._prompts = cycle(_classes(self.environment), start=ordinal)
         self._records = RecordFile(Path(options.records))
         self._open_requests = Pool()
@@ -121,7 +155,7 @@ class StreamingUser(User):  # type: ignore[misc]  # Locust has no types
             else arrivals(options.arrivals, share, options.seed + SEED_STEP * ordinal)
         )
         gevent.sleep(options.stagger * (ordinal % num_users) / num_users)
-        self._begin = time.perf_counter()
+        self._begin = clock()
 
     def on_stop(self) -> None:
         self._open_requests.join()
@@ -133,16 +167,23 @@ class StreamingUser(User):  # type: ignore[misc]  # Locust has no types
     def send(self) -> None:
         """Ask once and wait for the answer, or wait for the next arrival and ask without waiting."""
         if self._schedule is None:
-            self._ask(None)
+            record = self._ask(None)
+            if record.error is not None:  # else thousands a second, to a server in need
+                self._pause_s = RETRY_S if record.retry_after is None else record.retry_after
         else:
             due = self._begin + next(self._schedule)
-            gevent.sleep(max(0.0, due - time.perf_counter()))
+            gevent.sleep(max(0.0, due - clock()))
             self._open_requests.spawn(self._ask, due)
         self._num_sent += 1
         if self._num_sent == self._options.requests:
             raise StopUser
 
-    def _ask(self, due: float | None) -> None:
+    def wait_time(self) -> float:
+        """Return how long to wait before the next question: not at all, but after an error."""
+        pause_s, self._pause_s = self._pause_s, 0.0
+        return pause_s
+
+    def _ask(self, due: float | None) -> Record:
         options, prompt = self._options, next(self._prompts)
         body = {
             "model": options.model,
@@ -157,6 +198,7 @@ class StreamingUser(User):  # type: ignore[misc]  # Locust has no types
         record = self._client.ask(question, due)
         self._records.append(record)
         self._fire(record)
+        return record
 
     def _fire(self, record: Record) -> None:
         """Give Locust's own tables what they can show: rounded, and in milliseconds."""

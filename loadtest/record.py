@@ -24,7 +24,8 @@ ErrorClass = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. Times are seconds of the client's monotonic clock, tokens are counted by the server.
+    """One request. Times are seconds of the client's monotonic clock, which Locust's file begins at the wall
+    clock's so that records of several machines go together; tokens are counted by the server.
 
     `intended` is when the request was due: in a closed loop when it was sent. `chunks` holds, for each event
     that brought tokens, its arrival and the tokens so far; a run of tokens that one step accepted is one

@@ -6,6 +6,7 @@ streams per process, and a load test would measure that too.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=8, metavar="N", help="per stream")
     parser.add_argument("--tolerance-ms", type=float, default=2.0, metavar="MS")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and take both processes along
     floor = measure(options.streams, options.requests, Timing())
     sys.stdout.write("\n".join(floor.lines()) + "\n")
     return int(not floor.is_within(options.tolerance_ms / 1e3))

@@ -16,6 +16,7 @@ from loadtest.record import ErrorClass, Record
 
 READ_BYTES = 65536
 DONE = "[DONE]"
+_NO_EVENT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _STATUS_ERRORS: Mapping[int, ErrorClass] = {429: "full", 503: "unavailable"}
 
 
@@ -53,7 +54,7 @@ class _Answer:
 
     def add(self, event: Mapping[str, object], when: float) -> None:
         """Take one event: its text and, where the server counts, the tokens so far."""
-        if "error" in event:
+        if event.get("error") is not None:
             raise StreamError("failed", json.dumps(event["error"])[:200])
         text = ""
         for choice in event.get("choices") or ():  # type: ignore[attr-defined]
@@ -88,8 +89,12 @@ class SSEClient:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        is_spaced = any(letter <= " " for letter in parts.netloc)
+        if parts.scheme not in ("http", "https") or not parts.hostname or is_spaced:
             raise ValueError(f"the server must be http://HOST:PORT or https://HOST:PORT, found {url!r}")
+        api_key = api_key and api_key.strip()  # a file's line ends with a newline
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("the API key has characters that no HTTP header may hold")
         self._connection_type = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._host, self._port = parts.hostname, parts.port
         self._prefix = parts.path.rstrip("/")
@@ -166,20 +171,24 @@ class SSEClient:
                 break
             try:
                 answer.add(json.loads(data), when)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except _NO_EVENT as error:
                 raise StreamError("malformed", f"{type(error).__name__}: {data[:200]}") from error
         if not answer.is_done:
             raise StreamError("truncated", "the stream ended without [DONE]")
+        if not answer.chunks:
+            raise StreamError("malformed", "the stream brought no token")
 
     def _events(self, response: HTTPResponse) -> Iterator[tuple[float, str]]:
-        """Yield the data of each event with the time at which its last byte had arrived."""
+        """Yield the data of each event with the time at which its last byte had arrived (HTML, 9.2.6)."""
         rest = b""
         while piece := response.read1(READ_BYTES):
             now = self._clock()
-            *blocks, rest = (rest + piece).split(b"\n\n")
+            *blocks, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
             for block in blocks:
-                if block.startswith(b"data:"):  # else a comment
-                    yield now, block[5:].decode(errors="replace").strip()
+                # The other lines are comments, such as those that keep a connection, and fields like `event`.
+                lines = [line[5:] for line in block.split(b"\n") if line.startswith(b"data:")]
+                if lines:
+                    yield now, b"\n".join(lines).decode(errors="replace").strip()
 
 
 def _class_of(status: int) -> ErrorClass:
@@ -187,4 +196,4 @@ def _class_of(status: int) -> ErrorClass:
 
 
 def _seconds(header: str | None) -> float | None:
-    return float(header) if header is not None and header.isdigit() else None
+    return float(header) if header is not None and header.isdecimal() else None

@@ -107,10 +107,12 @@ def summarize(records: Sequence[Record], objective: Objective, warm_up: float = 
 
 
 def tokens_between(record: Record, begin: float, finish: float) -> int:
-    """Count the tokens that arrived in a window."""
+    """Count the tokens that arrived in a window. What a server counts only at the end came with the last."""
     counts = [0, *(count for _, count in record.chunks)]
     gains = zip(record.chunks, counts, strict=False)
-    return sum(count - before for (when, count), before in gains if begin <= when <= finish)
+    num_told = sum(count - before for (when, count), before in gains if begin <= when <= finish)
+    is_last_in = bool(record.chunks) and begin <= record.chunks[-1][0] <= finish
+    return num_told + (max(0, record.num_output_tokens - counts[-1]) if is_last_in else 0)
 
 
 def _rate(count: int, window: float) -> float:

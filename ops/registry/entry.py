@@ -14,6 +14,7 @@ from engine import DraftFacts, EyasError
 
 FORMAT = 1
 DIGEST_LENGTH = 64  # hex digits of a sha256
+FILES = frozenset({"config.json", "manifest.json", "model.safetensors", "trees.json"})
 
 
 class RegistryError(EyasError):
@@ -56,7 +57,9 @@ class DraftEntry:
 
 
 def parse_entry(text: str, expected_id: str) -> DraftEntry:
-    """Read an entry. Raises `RegistryError` where its content is not what its id says."""
+    """Read an entry. Raises `RegistryError` where its content is not what its id says, and for files that no
+    draft has: their names are where a copy is written.
+    """
     try:
         values = json.loads(text)
         if values["format"] != FORMAT:
@@ -65,6 +68,8 @@ def parse_entry(text: str, expected_id: str) -> DraftEntry:
         entry = DraftEntry(files, DraftFacts(**values["facts"]), str(values["name"]), str(values["added"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RegistryError(f"draft {expected_id}: its entry is corrupt: {error!r}") from error
+    if foreign := entry.files.keys() - FILES:
+        raise RegistryError(f"draft {expected_id}: {min(foreign)!r} is no file of a draft")
     if entry.id != expected_id:
         raise RegistryError(
             f"draft {expected_id}: its entry is corrupt: its content is that of {entry.id}; add it again"

@@ -6,26 +6,23 @@ ROOT/ID/ holds the files of a draft and `entry.json`, which is written last: a d
 In a local folder, ROOT/ID is a draft folder like any other and can be served from there.
 """
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from engine import inspect_draft
-from ops.registry.entry import DIGEST_LENGTH, DraftEntry, RegistryError, parse_entry, stored_file
+from engine import EyasError, inspect_draft
+from ops.registry.entry import DIGEST_LENGTH, FILES, DraftEntry, RegistryError, parse_entry, stored_file
 
 ENTRY = "entry.json"
 STABLE = "stable.json"
-FILES = frozenset({"config.json", "manifest.json", "model.safetensors", "trees.json"})
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 UPLOAD_TIME = timedelta(hours=1)  # what lies without an entry for longer was given up
 NUM_STABLE = 2  # the one that serves and the one before it, to go back to
-_CHUNK = 1 << 20
 
 
 class Registry:
@@ -35,7 +32,7 @@ class Registry:
         self.url = url
         with _translated(url):
             self._files, root = url_to_fs(str(Path(url).expanduser()) if "://" not in url else url)
-        self._root = PurePosixPath(root)
+        self._root = root.rstrip("/")  # no path of pathlib: those of http hold //
 
     def add(self, folder: Path, model: Path, name: str, now: datetime) -> DraftEntry:
         """Check the draft of `folder` against `model` and keep it. Adding it again changes nothing.
@@ -78,13 +75,15 @@ class Registry:
                 raise RegistryError(f"draft {entry.id} was added for another model than {model}")
 
     def fetch(self, entry: DraftEntry, parent: Path) -> Path:
-        """Return the folder `parent`/ID with the draft's files, each checked while it is copied."""
+        """Return the folder `parent`/ID with the draft's files, each checked when it was copied."""
         folder = parent / entry.id
         if (folder / ENTRY).is_file() and self._is_whole(entry, folder):
             return folder
         folder.mkdir(parents=True, exist_ok=True)
         for name, file in entry.files.items():
-            digest = self._copy(self._path(entry.id, name), folder / name)
+            with _translated(self.url):
+                self._files.get_file(self._path(entry.id, name), str(folder / name))
+            digest = stored_file(folder / name).sha256
             if digest != file.sha256:
                 (folder / name).unlink()
                 raise RegistryError(
@@ -141,8 +140,13 @@ class Registry:
         with _translated(self.url):
             if not self._files.exists(self._path(STABLE)):
                 return {}
-            found: dict[str, list[str]] = json.loads(self._files.cat_file(self._path(STABLE)))
-        return found
+            found = json.loads(self._files.cat_file(self._path(STABLE)))
+        is_sound = isinstance(found, dict) and all(isinstance(ids, list) for ids in found.values())
+        if not is_sound or not all(isinstance(one, str) for ids in found.values() for one in ids):
+            raise RegistryError(
+                f"{self.url}: {STABLE} is corrupt: which drafts serve is not known; remove it"
+            )
+        return dict(found)
 
     def _is_arriving(self, draft: str, now: datetime) -> bool:
         """Whether a draft without an entry may still be on its way; `now` has a time zone."""
@@ -157,29 +161,24 @@ class Registry:
             for name, file in entry.files.items()
         )
 
-    def _copy(self, source: str, target: Path) -> str:
-        digest = hashlib.sha256()
-        with _translated(self.url), self._files.open(source, "rb") as reader, target.open("wb") as writer:
-            while chunk := reader.read(_CHUNK):
-                digest.update(chunk)
-                writer.write(chunk)
-        return digest.hexdigest()
-
     def _ids(self) -> Iterator[str]:
-        if self._files.exists(str(self._root)):
-            for path in self._files.ls(str(self._root), detail=False, refresh=True):
-                name = PurePosixPath(path).name
-                if len(name) == DIGEST_LENGTH:
-                    yield name
+        try:  # not `exists`: it takes a server that does not answer for an empty registry
+            paths = self._files.ls(self._root, detail=False, refresh=True)
+        except FileNotFoundError:
+            return
+        for path in paths:
+            name = path.rstrip("/").rpartition("/")[2]
+            if len(name) == DIGEST_LENGTH:
+                yield name
 
     def _write(self, path: str, text: str) -> None:
         """Replace a small file whole: written beside, then moved."""
-        self._files.makedirs(str(PurePosixPath(path).parent), exist_ok=True)
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._files.pipe_file(f"{path}.new", text.encode())
         self._files.mv(f"{path}.new", path)
 
     def _path(self, *parts: str) -> str:
-        return str(self._root.joinpath(*parts))
+        return "/".join((self._root, *parts))
 
 
 def _draft_files(folder: Path) -> list[Path]:
@@ -197,7 +196,12 @@ def _draft_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
+    """Every file system raises what its own library does, which need not be an `OSError`."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
-        raise RegistryError(f"cannot use the registry {url}: {' '.join(str(error).split())}") from error
+    except EyasError:
+        raise
+    except Exception as error:
+        raise RegistryError(
+            f"cannot use the registry {url}: {' '.join((str(error) or repr(error)).split())}"
+        ) from error

@@ -20,6 +20,7 @@ GROUP, VERSION, PLURAL = "ray.io", "v1", "rayservices"
 CONFIG_MAP = "eyas-rollout"
 KEY = "state.json"
 NOT_FOUND, CONFLICT = 404, 409
+GARBAGE = (ValueError, TypeError, AttributeError, KeyError)  # of a kubeconfig that is YAML of something else
 
 
 def connect(kubeconfig: str | None) -> client.ApiClient:
@@ -32,7 +33,7 @@ def connect(kubeconfig: str | None) -> client.ApiClient:
             except ConfigException:
                 pass
         return config.new_client_from_config(kubeconfig)
-    except (ConfigException, OSError) as error:
+    except (ConfigException, OSError, yaml.YAMLError, *GARBAGE) as error:
         raise RolloutError(f"cannot connect to Kubernetes: {error}") from error
 
 
@@ -47,7 +48,9 @@ class RayService:
         found = self._call(self._objects.get_namespaced_custom_object)
         try:
             values = yaml.safe_load(found["spec"]["serveConfigV2"])
-        except (KeyError, yaml.YAMLError) as error:
+            if not all(isinstance(one, dict) for one in values["applications"]):
+                raise TypeError("an application is no mapping")
+        except (KeyError, TypeError, yaml.YAMLError) as error:
             raise RolloutError(f"the RayService has no Serve configuration: {error!r}") from error
         return ServeConfig(values, found["metadata"]["resourceVersion"])
 

@@ -8,7 +8,7 @@ may be killed at any line: what a phase does can be done again, so whoever loads
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine import EyasError
 from ops.rollout.analysis import Analysis, Limits, Verdict, judge
@@ -18,6 +18,7 @@ from ops.rollout.state_store import ConflictError, Kept, StateStore
 from ops.rollout.target import Desired, Replica, Target
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _ABORTABLE = frozenset(
     {Phase.VERIFYING, Phase.PREFETCHING, Phase.CANARY, Phase.WATCHING, Phase.PAUSED, Phase.PROMOTING}
@@ -106,7 +107,10 @@ class Controller:
         if candidate.digest == stable.digest:
             raise RolloutError(f"draft {draft[:12]} serves already")
         state = RolloutState(draft, Phase.VERIFYING, stable, candidate)
-        self._keep(state, None if kept is None else kept.version)
+        try:
+            self._keep(state, None if kept is None else kept.version)
+        except ConflictError:
+            return self.start(draft)  # another process was quicker: its rollout is taken up, or told
         return state
 
     def ask(self, phase: Phase) -> RolloutState:
@@ -143,7 +147,7 @@ class Controller:
             folder = self._drafts.fetch(kept.state.draft)
         except EyasError as error:
             return kept.state.to(Phase.FAILED, str(error))
-        names = sorted(replica.name for replica in self._target.observe())[: self._pace.num_canaries]
+        names = sorted(replica.name for replica in self._observe(kept))[: self._pace.num_canaries]
         return kept.state.to(
             Phase.CANARY,
             f"canary replicas {', '.join(names)}",
@@ -166,14 +170,14 @@ class Controller:
         """Compare the drafts once more. A rollout that was killed begins with no windows, but no more
         looks.
         """
-        state, before = kept.state, self._target.observe()
+        state, before = kept.state, self._observe(kept)
         problems = canary_problems(before, state.canary, state.candidate.digest)
         for _ in range(self._pace.windows_per_look):
             if problems:
                 break
             self._clock.sleep(self._pace.window_s)
             self._check_current(kept)
-            after = self._target.observe()
+            after = self._observe(kept)
             self._windows = self._windows.extend(before, after, state.canary)
             problems = canary_problems(after, state.canary, state.candidate.digest)
             before = after
@@ -185,8 +189,12 @@ class Controller:
         left = self._apply(kept, Desired(state.candidate), _others(state.candidate.digest))
         if left:
             return state.to(Phase.ROLLING_BACK, f"error: {'; '.join(left)}")
-        self._drafts.mark_stable(state.draft)
-        return state.to(Phase.SUCCEEDED, "all replicas draft with the candidate")
+        reason = "all replicas draft with the candidate"
+        try:
+            self._drafts.mark_stable(state.draft)
+        except EyasError as error:  # they serve it all the same: a registry may be for reading only
+            reason += f"; the registry does not know that it serves: {error}"
+        return state.to(Phase.SUCCEEDED, reason)
 
     def _roll_back(self, kept: Kept) -> RolloutState:
         state = kept.state
@@ -200,14 +208,32 @@ class Controller:
     ) -> tuple[str, ...]:
         """Ask for `desired` and wait; return what is left of `problems` when the time is over."""
         self._check_current(kept)
-        self._target.apply(desired)
+        self._patiently(kept, lambda: self._target.apply(desired))
         deadline = self._clock.now() + self._pace.follow_s
-        while left := problems(self._target.observe()):
+        while left := problems(self._observe(kept)):
             if self._clock.now() >= deadline:
                 return left
             self._clock.sleep(self._pace.poll_s)
             self._check_current(kept)
         return ()
+
+    def _observe(self, kept: Kept) -> Sequence[Replica]:
+        return self._patiently(kept, self._target.observe)
+
+    def _patiently(self, kept: Kept, ask: Callable[[], T]) -> T:
+        """Ask a fleet that cannot be reached again, as long as replicas may take to follow: while one of them
+        is replaced, its page is that of none. A canary must not be left alone for that.
+        """
+        deadline = self._clock.now() + self._pace.follow_s
+        while True:
+            try:
+                return ask()
+            except RolloutError as error:
+                if self._clock.now() >= deadline:
+                    raise
+                logger.warning("rollout asks again reason=%r", str(error))
+            self._clock.sleep(self._pace.poll_s)
+            self._check_current(kept)
 
     def _check_current(self, kept: Kept) -> None:
         if self._loaded().version != kept.version:

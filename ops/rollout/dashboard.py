@@ -3,6 +3,7 @@
 On Kubernetes it is changed in the RayService instead, which would not know of a change made here.
 """
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -22,17 +23,16 @@ def fetch(url: str, token: str | None = None, body: bytes | None = None) -> str:
     headers = {"content-type": "application/json"} if body is not None else {}
     if token is not None:
         headers["authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-        url, body, headers, method="GET" if body is None else "PUT"
-    )
+    method = "GET" if body is None else "PUT"
     try:
+        request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310 - scheme checked
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310 - as above
             text: str = answer.read().decode("utf-8", "replace")
             return text
     except urllib.error.HTTPError as error:
         detail = " ".join(error.read().decode("utf-8", "replace").split())[:300]
         raise RolloutError(f"{url} answered {error.code}: {detail}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise RolloutError(f"cannot reach {url}: {error}") from error
 
 

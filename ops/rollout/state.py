@@ -78,7 +78,24 @@ def parse_state(text: str) -> RolloutState:
         for name in ("stable", "candidate"):
             values[name] = DraftRef(**values[name])
         for name in ("canary", "history"):
+            if not isinstance(values[name], list):
+                raise TypeError(f"{name} is {values[name]!r}")
             values[name] = tuple(values[name])
-        return RolloutState(**values)
+        state = RolloutState(**values)
+        _check_types(state)
+        return state
     except (ValueError, KeyError, TypeError) as error:
         raise RolloutError(f"the kept state of the rollout is corrupt: {error!r}") from error
+
+
+def _check_types(state: RolloutState) -> None:
+    """Raise `TypeError` where JSON of the right names has other values: a rollout would break on them
+    later.
+    """
+    drafts = (state.stable, state.candidate)
+    places = [text for draft in drafts for text in (draft.folder, draft.digest) if text is not None]
+    for text in (state.draft, state.reason, *state.canary, *state.history, *places):
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, found {text!r}")
+    if type(state.num_looks) is not int:
+        raise TypeError(f"num_looks is {state.num_looks!r}")

@@ -49,14 +49,12 @@ class FileStore:
 
     def load(self) -> Kept | None:
         try:
-            text = self._path.read_text(encoding="utf-8")
+            values = json.loads(self._path.read_text(encoding="utf-8"))
+            return Kept(parse_state(json.dumps(values["state"])), str(int(values["version"])))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise RolloutError(f"cannot read {self._path}: {error.strerror}") from error
-        try:
-            values = json.loads(text)
-            return Kept(parse_state(json.dumps(values["state"])), str(values["version"]))
         except (ValueError, KeyError, TypeError) as error:
             raise RolloutError(f"{self._path} is no state of a rollout: {error!r}") from error
 

@@ -14,6 +14,11 @@ from opentelemetry.trace import SpanContext, get_current_span
 SAMPLED = 0x01
 RESPONSE_HEADER = "traceresponse"
 _LOW_BITS = 2**64 - 1  # the part of a trace id that samplers read
+MAX_MEMBERS, MAX_STATE = 32, 8192  # of a `tracestate`: members by the standard, characters by us
+_MEMBER = re.compile(  # W3C, 3.3.1.3
+    r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
@@ -85,4 +90,14 @@ def _of_client(headers: Mapping[str, str]) -> _Parent | None:
     if not is_valid:
         return None
     is_sampled = bool(int(flags, 16) & SAMPLED)
-    return _Parent(int(trace_id, 16), int(span_id, 16), is_sampled, headers.get("tracestate", ""))
+    return _Parent(int(trace_id, 16), int(span_id, 16), is_sampled, _state(headers.get("tracestate", "")))
+
+
+def _state(header: str) -> str:
+    """Return a `tracestate` as it came, or none where it breaks the rules: the SDK would write all of it into
+    the log, as long as it is and for each span.
+    """
+    members = [member for part in header.split(",") if (member := part.strip(" \t"))]
+    keys = {member.partition("=")[0] for member in members}
+    is_sound = 0 < len(keys) == len(members) <= MAX_MEMBERS and all(map(_MEMBER.fullmatch, members))
+    return header if is_sound and len(header) <= MAX_STATE else ""

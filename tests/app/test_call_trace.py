@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from app.chat import ChatTemplate
 from app.ingress import FrontDoor
 from app.tokenizer import Tokenizer
-from engine import CapacityError, FinishReason, SequenceDelta
+from engine import CapacityError, DraftState, DraftStatus, FinishReason, SequenceDelta
 from ops.tracing.context import TraceSource
 from ops.tracing.request_spans import RequestTimes
 from tests.app.harness import SpokenEngine, chat_body, client_of, completion_body, make_application
@@ -64,6 +64,13 @@ async def test_a_chat_is_one_request_under_its_clients_span(client: httpx.AsyncC
     assert attributes["eyas.outcome"] == "answered"
     assert "error.type" not in attributes
     assert request.error is None
+
+
+async def test_a_draft_that_was_swapped_is_the_one_that_is_told(client, engine: SpokenEngine, sink: ListSink):
+    engine.draft = DraftStatus("beef", DraftState.SERVING)
+    await client.get("/metrics")
+    await client.post("/v1/chat/completions", json=chat_body(), headers=TRACED)
+    assert sink.requests[-1].attributes["eyas.draft.digest"] == "beef"
 
 
 async def test_speculation_is_counted_as_the_engine_counts(client: httpx.AsyncClient, sink: ListSink):

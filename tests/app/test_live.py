@@ -197,6 +197,13 @@ def test_weights_of_another_digest_leave_no_copy(source):
     assert list(drafts_folder().iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_leaves_the_draft_where_it_lies(source, tmp_path, monkeypatch):
+    """As in a pod that mounts its models for reading only."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "file" / "cache"))
+    assert prefetch("m", str(source), WEIGHTS_DIGEST) == source
+
+
 def test_two_that_fetch_at_once_share_one_copy(source):
     found = []
     threads = [

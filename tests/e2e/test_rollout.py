@@ -267,6 +267,35 @@ def test_a_killed_rollout_is_taken_up_after_every_phase(before, name, end, site,
     assert site.digests() == [weights(site, serving)] * 2
 
 
+@pytest.mark.slow
+def test_a_canary_that_is_killed_leads_back(site):
+    """While it is replaced the metrics page of all replicas fails; its streams may, so there are none."""
+    before, draft = site.digests(), site.ids["worse"]
+    with subprocess.Popen(
+        site.rollout("start", draft), env=site.environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        while next_phase(FileStore(site.state), process, draft, []) is not Phase.WATCHING:
+            assert process.poll() is None
+        state = FileStore(site.state).load().state
+        server = httpx.get(f"{site.dashboard}{APPLICATIONS}").json()["applications"]["eyas"]["deployments"][
+            "llm-server"
+        ]
+        (pid,) = [one["pid"] for one in server["replicas"] if one["replica_id"].endswith(state.canary[0])]
+        os.kill(pid, signal.SIGKILL)
+        told = process.stdout.read()
+    assert process.returncode == 3, told
+    assert told.startswith(f"rolled-back: error: canary replica {state.canary[0]} is gone")
+    config = httpx.get(f"{site.dashboard}{APPLICATIONS}").json()["applications"]["eyas"][
+        "deployed_app_config"
+    ]
+    (deployment,) = config["deployments"]
+    assert not [key for key in deployment["user_config"] if key.startswith("canary")]
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{site.server}/metrics", timeout=30).status_code != 200 or site.digests() != before:
+        assert time.monotonic() < deadline, "the replica that takes its place drafts as before"
+        time.sleep(0.5)
+
+
 def bring(site: Site, store: FileStore, name: str) -> None:
     """Have all replicas serve a draft, whatever a verdict would be: by promoting it while it is watched."""
     if site.digests() == [weights(site, name)] * 2:

@@ -16,7 +16,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-OVERLAYS = ("dev", "h100", "loadtest", "smoke")
+OVERLAYS = ("dev", "h100", "loadtest", "ops", "smoke")
 SERVING = ("dev", "h100")
 
 Object = dict[str, Any]

@@ -62,6 +62,16 @@ def test_a_replica_fits_on_a_pod_and_all_replicas_have_one(overlay):
     assert group["minReplicas"] == config.autoscaling.min_replicas
 
 
+@pytest.mark.parametrize("overlay", SERVING)
+def test_what_always_runs_fits_on_the_fewest_pods(overlay):
+    """Else another GPU is held for good, or the application is never ready where there is none."""
+    (application,) = serve_config(overlay)["applications"]
+    (group,) = ray_service(overlay)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    for deployment in application["deployments"]:
+        least = deployment.get("num_replicas", 1)
+        assert least <= group["minReplicas"] * deployment.get("max_replicas_per_node", least), deployment
+
+
 def test_the_files_that_the_config_names_are_mounted():
     for overlay in SERVING:
         (application,) = serve_config(overlay)["applications"]

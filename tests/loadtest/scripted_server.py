@@ -27,9 +27,8 @@ def read_request(connection: socket.socket) -> bytes:
     while b"\r\n\r\n" not in data:
         data += connection.recv(65536)
     head, _, body = data.partition(b"\r\n\r\n")
-    length = next(
-        int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
-    )
+    lines = head.lower().split(b"\r\n")
+    length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
     while len(body) < length:
         body += connection.recv(65536)
     return head + b"\r\n\r\n" + body

@@ -1,6 +1,8 @@
 """Locust with our file, as a process, against servers whose behaviour is known."""
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -83,6 +85,73 @@ def test_failed_requests_are_recorded_and_counted(tmp_path):
     output = run_locust("http://127.0.0.1:9", records, ["-u", "1", "--requests", "2"])
     assert [record.error for record in read_records([records])] == ["connect", "connect"]
     assert "errors: connect 2" in output
+
+
+class RefusingServer(CountingServer):
+    """Answers 429 with `retry-after: 1`, but every third request with a token."""
+
+    def finish_request(self, request, address):
+        self.RequestHandlerClass = _Refusing
+        super().finish_request(request, address)
+
+
+class _Refusing(_Counting):
+    server: RefusingServer
+
+    def do_POST(self) -> None:
+        self.server.open_at_arrival.append(0)
+        if len(self.server.open_at_arrival) % 3 == 0:
+            super().do_POST()
+            return
+        self.send_response(429)
+        self.send_header("retry-after", "1")
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+def test_a_stream_that_is_refused_waits_as_it_is_told(tmp_path):
+    records = tmp_path / "records.jsonl"
+    with RefusingServer(delay=0.0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        run_locust(server.url, records, ["-u", "1", "--requests", "3"])
+        server.shutdown()
+    found = list(read_records([records]))
+    assert [record.error for record in found] == ["full", "full", None]
+    assert all(right.sent - left.end >= 1.0 for left, right in itertools.pairwise(found))
+    # The clock of another machine would say the same: records of several go together.
+    assert time.time() - 60 < found[0].sent < found[2].end < time.time()
+
+
+REFUSED = (
+    *(("--rate", "0"), ("--rate", "nan"), ("--max-tokens", "0"), ("--silence", "-1"), ("--requests", "-1")),
+    *(("--ttft", "0"), ("--temperature", "inf"), ("--records", "/proc/none/x"), ("--host", "nowhere")),
+)
+# In a process of its own, as Locust patches the one that imports it.
+CHECK = """
+import sys
+from types import SimpleNamespace
+from locust.argument_parser import get_parser
+from loadtest import locustfile
+for flags in [*zip(sys.argv[2::2], sys.argv[3::2]), ()]:
+    arguments = ["--host", "http://h", "--records", sys.argv[1], *flags]
+    options = get_parser(default_config_files=[]).parse_args(arguments)
+    try:
+        locustfile.check_options(SimpleNamespace(parsed_options=options, host=options.host, runner=None))
+        print("accepted")
+    except SystemExit as refusal:
+        print(refusal)
+"""
+
+
+def test_options_that_make_no_sense_are_told_before_anything_is_sent(tmp_path, pytestconfig):
+    command = [sys.executable, "-c", CHECK, str(tmp_path / "records"), *itertools.chain(*REFUSED)]
+    told = subprocess.run(
+        command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True
+    ).stdout
+    *lines, last = told.splitlines()
+    assert last == "accepted"
+    for (flag, _), line in zip(REFUSED, lines, strict=True):
+        assert line.startswith(f"error: {'the server must be' if flag == '--host' else flag}"), line
 
 
 def test_unknown_class_of_prompts_is_told_before_anything_is_sent(tmp_path):

@@ -76,6 +76,34 @@ def test_an_event_split_over_reads_is_one_event():
     assert (record.text, len(record.chunks)) == ("ü", 1)
 
 
+CRLF = tuple(part.replace(b"\n", b"\r\n") for part in (event("ab", 1), event("c", 4), DONE))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        CRLF,
+        tuple(b"".join(CRLF)[idx : idx + 1] for idx in range(len(b"".join(CRLF)))),
+        (b": alive\n" + event("ab", 1), b"event: message\nid: 3\n" + event("c", 4), DONE),
+        (event("ab", 1).replace(b", ", b",\ndata: "), event("c", 4), b"retry: 10\n\n", DONE),
+    ],
+)
+def test_events_are_read_in_every_form_that_the_standard_allows(script):
+    with scripted_server(HEAD, *script) as server:
+        record = ask(server.url)
+    assert (record.error, record.text, [count for _, count in record.chunks]) == (None, "abc", [1, 4])
+
+
+def test_a_key_from_a_file_may_end_its_line_and_one_that_no_header_holds_is_not_shown():
+    with scripted_server(HEAD, event("a", 1), DONE) as server:
+        assert SSEClient(server.url, api_key="secret\n").ask(QUESTION).error is None
+    assert b"Bearer secret\r\n" in server.asked[0]
+    for key in ("sec\nret", "secr\u20act"):
+        with pytest.raises(ValueError, match="API key") as refusal:
+            SSEClient(server.url, api_key=key)
+        assert "sec" not in str(refusal.value)
+
+
 def test_the_request_asks_for_counts_and_carries_its_trace():
     with scripted_server(HEAD, event("a", 1), DONE) as server:
         record = SSEClient(server.url, api_key="secret").ask(QUESTION)
@@ -105,6 +133,10 @@ def status(code: int, headers: bytes = b"") -> bytes:
         ((b"",), "truncated"),
         ((HEAD, b"data: {no json\n\n"), "malformed"),
         ((HEAD, b'data: {"choices": [1]}\n\n'), "malformed"),
+        ((HEAD, b"data: " + b"[" * 100_000 + b"\n\n"), "malformed"),
+        ((HEAD, event("a", 1).replace(b": 1}", b": Infinity}")), "malformed"),
+        ((HEAD, DONE), "malformed"),
+        ((HEAD, b": alive\n\n", DONE), "malformed"),
         ((HEAD, event("a", 1), 1.0), "timeout"),
         ((1.0,), "timeout"),
     ],

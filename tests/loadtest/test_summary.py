@@ -1,5 +1,6 @@
 """Figures over records: right for records whose figures are known by construction."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -10,7 +11,7 @@ import pytest
 from loadtest.arrivals import arrivals, constant, poisson
 from loadtest.prompts import CLASSES, cycle
 from loadtest.record import Record, RecordFile
-from loadtest.summary import Objective, main, summarize
+from loadtest.summary import Objective, main, summarize, tokens_between
 
 
 def answered(
@@ -72,6 +73,17 @@ def test_rate_of_tokens_is_that_of_the_window_whoever_sent_the_request():
     assert summary.window == pytest.approx(7.0)
     assert summary.tokens_per_second == pytest.approx(100 * num_streams, rel=0.01)
     assert summary.num_requests == 8 * num_streams
+
+
+def test_tokens_that_a_server_counts_at_the_end_are_not_lost():
+    """Three events of what were nine tokens, told by the last usage: all of them came."""
+    told = [answered(float(idx)) for idx in range(3)]
+    untold = [
+        dataclasses.replace(one, chunks=tuple((when, 1) for when, _ in one.chunks[::4])) for one in told
+    ]
+    assert untold[0].chunks[-1][0] < told[0].chunks[-1][0]
+    assert sum(tokens_between(one, 0.0, 9.0) for one in untold) == 3 * 11
+    assert tokens_between(untold[0], 0.0, untold[0].chunks[0][0]) == 1
 
 
 def test_nothing_at_all_is_a_summary_too():

@@ -1,9 +1,11 @@
 """Which requests are traced, and as whose child: W3C trace context."""
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from ops.tracing.context import TraceContext, TraceSource
+from ops.tracing.request_spans import RequestTimes, WallClock, make_spans
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -39,6 +41,30 @@ def test_a_broken_header_is_as_none(header):
     assert context.parent_id is None
     assert context.tracestate == ""
     assert TraceSource(0.0).open({"traceparent": header}) is None
+
+
+STATES = [
+    *(
+        ("vendor=x", True),
+        ("a=1, b=2\t,c=3", True),
+        ("1tenant@sys=a b", True),
+        ("", False),
+        ("novalue", False),
+    ),
+    *(("a=1,,b=2", True), ("a=1,a=2", False), ("\u00fc=1", False), ("A=1", False), ("a=1\x00", False)),
+    *((",".join(f"k{idx}=v" for idx in range(33)), False), ("a=" + "x" * 70_000, False)),
+]
+
+
+@pytest.mark.parametrize(("state", "is_kept"), STATES)
+def test_a_state_of_the_client_goes_on_or_is_dropped_without_a_word(state, is_kept, caplog):
+    """A client must not write into the log of a server, least of all what is as long as it likes."""
+    context = TraceSource(0.0).open({"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": state})
+    assert context is not None
+    assert context.tracestate == (state if is_kept else "")
+    own, *_ = make_spans(RequestTimes(context, "chat tiny", 0, 1), Resource({}), WallClock(0, 0))
+    assert bool(len(own.context.trace_state)) == is_kept
+    assert caplog.records == []
 
 
 def test_a_later_version_may_say_more():

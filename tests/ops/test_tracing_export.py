@@ -2,8 +2,10 @@
 
 import builtins
 import gc
+import itertools
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 from opentelemetry.sdk.resources import Resource
@@ -121,6 +123,17 @@ def test_memory_that_spans_hold_does_not_grow_with_requests(monkeypatch):
     tracemalloc.stop()
     export.close()
     assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_a_pause_between_the_clocks_does_not_shift_the_spans(monkeypatch):
+    """Wall and monotonic clock are 100 s apart; the thread is put aside for half a second in two readings."""
+    now = itertools.accumulate(
+        [1.0, 0.5, 1e-6, 1e-3, 1e-6, 0.5, 1e-3, *([1e-6] * 3)]  # before each reading of any clock
+    )
+    clocks = SimpleNamespace(monotonic=lambda: next(now), time_ns=lambda: round((next(now) + 100) * 1e9))
+    monkeypatch.setattr(export_module, "time", clocks)
+    assert export_module.read_clocks().at(7.0) == pytest.approx(107e9, abs=10_000)
+    assert next(now, None) is not None, "the third reading was whole: no fourth is needed"
 
 
 def test_names_are_unique_and_ours_are_marked():

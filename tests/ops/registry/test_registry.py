@@ -1,9 +1,14 @@
 """Drafts in a folder and behind a URL: named by content, refused when wrong, and never half there."""
 
+import dataclasses
 import json
 import shutil
+import threading
 import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -135,6 +140,31 @@ def test_a_change_in_the_registry_is_noticed(draft, model, tmp_path):
         registry.get(entry.id)
 
 
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "modeling.py"])
+def test_an_entry_that_names_other_files_is_refused_whoever_wrote_it(name, draft, model, tmp_path):
+    """Its id is right: what is copied goes where names say, which may be out of the folder."""
+    registry = Registry(str(tmp_path / "r"))
+    entry = registry.add(draft, model, "mine", NOW)
+    files = {**entry.files, name: entry.files["config.json"]}
+    foreign = dataclasses.replace(entry, files=files)
+    shutil.copytree(tmp_path / "r" / entry.id, tmp_path / "r" / foreign.id)
+    (tmp_path / "r" / foreign.id / "entry.json").write_text(foreign.to_json())
+    with pytest.raises(RegistryError, match="is no file of a draft"):
+        registry.get(foreign.id)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", '{"m": "abc"}', '{"m": [1]}'])
+def test_a_list_of_serving_drafts_that_is_none_is_told_and_spares_all(text, draft, model, tmp_path):
+    registry = Registry(str(tmp_path / "r"))
+    entry = registry.add(draft, model, "mine", NOW)
+    (tmp_path / "r" / "stable.json").write_text(text)
+    with pytest.raises(RegistryError):
+        registry.collect(0, NOW, is_real=True)
+    with pytest.raises(RegistryError):
+        registry.mark_stable(entry)
+    assert registry.entries() == [entry]
+
+
 def test_a_draft_verified_for_another_model_is_refused(registry, draft, model, tmp_path):
     entry = registry.add(draft, model, "mine", NOW)
     other = tmp_path / "other"
@@ -187,6 +217,44 @@ def test_no_draft_and_several_are_told(registry, draft, model):
 def test_an_unknown_kind_of_url_is_told_in_one_line():
     with pytest.raises(RegistryError, match="cannot use the registry ftpx://a"):
         Registry("ftpx://a")
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        del arguments
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """A web server that lists folders and sends files, and takes none."""
+    (tmp_path / "r").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "r"))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_registry_of_the_web_is_read_checked_and_not_written(web, draft, model, tmp_path):
+    entry = Registry(str(tmp_path / "r")).add(draft, model, "mine", NOW)
+    registry = Registry(web)
+    assert registry.entries() == [entry]
+    registry.verify(entry, model)
+    assert files_of(registry.folder(entry, tmp_path / "cache")) == files_of(draft)
+    with pytest.raises(RegistryError, match="cannot use the registry http"):
+        registry.mark_stable(entry)
+    change_weights(draft, 0.5)
+    with pytest.raises(RegistryError, match="cannot use the registry http"):
+        registry.add(draft, model, "mine", NOW)
+    corrupt_weights(tmp_path / "r" / entry.id)
+    with pytest.raises(RegistryError, match=r"model\.safetensors has sha256"):
+        registry.verify(entry)
+
+
+def test_a_registry_that_does_not_answer_is_not_an_empty_one():
+    with pytest.raises(RegistryError, match="cannot use the registry http"):
+        Registry("http://127.0.0.1:9/drafts").entries()
 
 
 def test_the_commands_keep_a_draft_and_refuse_a_corrupt_one(draft, model, tmp_path, capsys):

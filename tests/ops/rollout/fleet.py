@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from engine import ModelLoadError
 from ops.rollout.analysis import Limits, Window
 from ops.rollout.controller import Controller, Pace
-from ops.rollout.state import DraftRef
+from ops.rollout.state import DraftRef, RolloutError
 from ops.rollout.target import Desired, Replica
 
 # Tokens per call and seconds per step, by digest.
@@ -52,13 +52,21 @@ class FakeFleet:
         self.since = 0.0
         self.unloadable: set[str] = set()
         self.applied: list[Desired] = []
+        self.dark: tuple[float, float] = (0.0, 0.0)  # the time in which nobody answers
         self.random = random.Random(3)
         clock.sleepers.append(self.work)
 
+    def reach(self) -> None:
+        begin, end = self.dark
+        if begin <= self.clock.time < end:
+            raise RolloutError("/metrics answered 503")
+
     def observe(self) -> list[Replica]:
+        self.reach()
         return list(self.replicas.values())
 
     def apply(self, desired: Desired) -> None:
+        self.reach()
         self.applied.append(desired)
         if desired != self.desired:
             self.desired, self.since = desired, self.clock.time

@@ -149,6 +149,21 @@ def test_what_is_missing_or_out_of_reach_is_told_in_one_line(tmp_path):
         connect(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("text", ["", "[1]", "a: [", "abc", "current-context: x\ncontexts: 3\n"])
+def test_a_file_that_is_no_kubeconfig_is_told(text, tmp_path):
+    (tmp_path / "config").write_text(text)
+    with pytest.raises(RolloutError, match="cannot connect"):
+        connect(str(tmp_path / "config"))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "a: [", "abc", "applications: 3", "applications: [eyas]", "{}"])
+def test_a_service_without_a_serve_configuration_is_told(text):
+    with cluster() as (server, api):
+        server.objects[SERVICE]["spec"]["serveConfigV2"] = text
+        with pytest.raises(RolloutError, match="has no Serve configuration"):
+            RayService(api, "eyas", "eyas").read()
+
+
 def test_the_rights_of_the_operations_account_are_those_that_are_used():
     role = yaml.safe_load_all((K8S / "base" / "access.yaml").read_text())
     (rules,) = [found["rules"] for found in role if found["kind"] == "Role"]

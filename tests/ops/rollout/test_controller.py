@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ops.registry.entry import RegistryError
 from ops.rollout.controller import Pace
 from ops.rollout.state import DraftRef, Phase, RolloutError, RolloutState
 from ops.rollout.state_store import ConflictError, FileStore, Kept
@@ -80,6 +81,48 @@ def test_a_canary_that_gives_its_draft_up_is_an_error(world):
     assert "error: canary replica r0 gave the draft up" in state.reason
 
 
+@pytest.mark.parametrize("begin", [0.0, 0.5, 20.0, 62.5])
+def test_a_fleet_out_of_sight_for_a_while_is_asked_again(begin, world):
+    """In each phase that looks at it: a page of all replicas fails while one of them is replaced."""
+    world.controller().start("id-better")
+    world.fleet.dark = (begin, begin + 30)
+    state = world.controller().run()
+    assert (state.phase, world.fleet.digests()) == (Phase.SUCCEEDED, {"better"})
+
+
+def test_a_canary_that_takes_the_page_with_it_is_rolled_back(world):
+    def die(_: float) -> None:
+        if world.clock.time > 30 and "r0" in world.fleet.replicas:
+            del world.fleet.replicas["r0"]
+            world.fleet.dark = (world.clock.time, world.clock.time + 5)
+
+    world.clock.sleepers.append(die)
+    state = roll_out(world, "id-better")
+    assert (state.phase, world.fleet.desired) == (Phase.ROLLED_BACK, Desired(DraftRef(None, "old")))
+    assert "error: canary replica r0 is gone" in state.reason
+
+
+def test_a_fleet_that_stays_out_of_sight_ends_the_process_and_not_the_rollout(world):
+    world.controller().start("id-better")
+    world.fleet.dark = (20, 1e9)
+    with pytest.raises(RolloutError, match="503"):
+        world.controller().run()
+    assert 20 + PACE.follow_s <= world.clock.time <= 20 + 2 * PACE.follow_s
+    assert world.store.load().state.phase is Phase.WATCHING
+    world.fleet.dark = (0, 0)
+    assert world.controller().run().phase is Phase.SUCCEEDED
+
+
+def test_a_registry_that_cannot_be_written_does_not_hold_up_a_promotion(world):
+    def refuse(draft: str) -> None:
+        raise RegistryError("cannot use the registry /r: Read-only file system")
+
+    world.drafts.mark_stable = refuse
+    state = roll_out(world, "id-better")
+    assert (state.phase, world.fleet.digests()) == (Phase.SUCCEEDED, {"better"})
+    assert "Read-only file system" in state.reason
+
+
 def test_without_traffic_nothing_is_promoted(world):
     world.fleet.batch = 0
     state = roll_out(world, "id-better")
@@ -120,6 +163,24 @@ def test_a_second_rollout_waits_for_the_first(world):
     world.controller().start("id-better")
     with pytest.raises(RolloutError, match="a rollout of id-better is verifying"):
         world.controller().start("id-worse")
+
+
+@pytest.mark.parametrize("other", ["id-better", "id-worse"])
+def test_of_two_that_start_at_once_the_later_one_takes_up_the_same_or_is_told(other, world):
+    keep = world.store.replace
+
+    def replace(state: RolloutState, version: str | None) -> Kept:
+        world.store.replace = keep
+        world.controller().start(other)  # between the look and the act of the first
+        return keep(state, version)
+
+    world.store.replace = replace
+    if other == "id-better":
+        assert world.controller().start("id-better").draft == other
+    else:
+        with pytest.raises(RolloutError, match="a rollout of id-worse is verifying"):
+            world.controller().start("id-better")
+    assert world.store.load().state.draft == other
 
 
 def test_what_cannot_be_asked_is_told(world):

@@ -11,6 +11,7 @@ from ops.rollout.dashboard import APPLICATIONS, Dashboard, fetch
 from ops.rollout.serve_target import ServeConfig, ServeTarget, parse_replicas, with_drafts
 from ops.rollout.state import DraftRef, RolloutError
 from ops.rollout.target import Desired, Replica
+from tests.loadtest.scripted_server import scripted_server
 from tests.ops.rollout.http_server import Answer, Asked, served
 
 OLD, NEW = DraftRef("/drafts/old", "0" * 64), DraftRef("/drafts/new", "1" * 64)
@@ -174,5 +175,8 @@ def test_a_dashboard_that_does_not_help_is_told_in_one_line(status, body, text):
 def test_nobody_there_and_other_schemes_are_told():
     with pytest.raises(RolloutError, match="cannot reach"):
         fetch("http://127.0.0.1:9/metrics")
+    for answer in (b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"):
+        with scripted_server(answer) as server, pytest.raises(RolloutError, match="cannot reach"):
+            fetch(server.url)
     with pytest.raises(RolloutError, match="http or https"):
         fetch("file:///etc/passwd")

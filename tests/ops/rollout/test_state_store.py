@@ -1,5 +1,6 @@
 """The kept state: changed by one of several processes at a time, whole after a kill, refused when corrupt."""
 
+import json
 import os
 import signal
 import subprocess
@@ -97,11 +98,35 @@ def test_a_kill_while_writing_leaves_a_whole_state_and_no_lock(tmp_path, pytestc
     assert FileStore(path).replace(STATE, kept.version).state == STATE
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"version": "1", "state": {"phase": "flying"}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[1]", '{"version": "1", "state": {"phase": "flying"}}', b"\xff\xfe\x00".decode("latin-1")],
+)
 def test_a_corrupt_file_is_told(text, tmp_path):
-    (tmp_path / "rollout.json").write_text(text)
+    (tmp_path / "rollout.json").write_text(text, encoding="latin-1")
     with pytest.raises(RolloutError):
         FileStore(tmp_path / "rollout.json").load()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num_looks", "3"), ("num_looks", True), ("canary", ["r1", 2]), ("canary", "r1")),
+        *(("history", None), ("reason", None), ("draft", 7), ("candidate", [])),
+        ("stable", {"folder": 1, "digest": None}),
+    ],
+)
+def test_a_state_of_other_types_is_told_at_once(key, value):
+    values = json.loads(STATE.to_json())
+    with pytest.raises(RolloutError, match="is corrupt"):
+        parse_state(json.dumps(values | {key: value}))
+
+
+def test_a_version_that_is_no_number_is_told_before_anything_is_kept(store):
+    store.replace(STATE, None)
+    store._path.write_text(store._path.read_text().replace('"version": "1"', '"version": "v1"'))
+    with pytest.raises(RolloutError, match="no state of a rollout"):
+        store.replace(STATE, "v1")
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
