@@ -93,9 +93,8 @@ class TracedEngine:
         self._sink = sink
         self._clock = clock
         self._open: dict[str, _CallTrace] = {}
-        self._draft_digest = (
-            engine.facts.draft_digest
-        )  # then of whatever `stats` told last: drafts are swapped
+        # Then that of whatever `stats` told last: drafts are swapped.
+        self._draft_digest = engine.facts.draft_digest
 
     @contextmanager
     def watch(self, call: Call, call_id: str, context: TraceContext, ending: Ending) -> Iterator[None]:

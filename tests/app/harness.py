@@ -6,13 +6,18 @@ The fixtures over them are left to `conftest`.
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import tokenizers
+import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from app.call import Call, Reply, TokenCall
 from app.call_trace import SpanSink
@@ -251,6 +256,23 @@ def make_application(
 
 def client_of(application: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://test")
+
+
+@contextmanager
+def serving(application: ASGIApp) -> Iterator[str]:
+    """Yield the address of a server that runs `application` in a thread."""
+    config = uvicorn.Config(application, port=free_port(), log_level="error", loop="asyncio")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{config.port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def free_port() -> int:

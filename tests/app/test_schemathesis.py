@@ -3,16 +3,13 @@
 import re
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
-from tests.app.harness import free_port
+from tests.app.harness import serving
 
 # A body can keep to the document and still be refused: token ids and lengths depend on the model.
 EXCLUDED = "positive_data_acceptance"
@@ -20,17 +17,8 @@ EXCLUDED = "positive_data_acceptance"
 
 @pytest.fixture
 def url(application: FastAPI) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(application, port=free_port(), log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.config.port}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving(application) as address:
+        yield address
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -23,7 +22,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -32,7 +30,7 @@ from starlette.routing import Route
 from loadtest.prompts import CLASSES, Prompt, cycle
 from loadtest.record import read_records
 from loadtest.self_check import run_locust
-from tests.app.harness import free_port
+from tests.app.harness import free_port, serving
 from tests.e2e.server import START_SECONDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -135,17 +133,8 @@ def relay(url: str, figures: Figures) -> Iterator[str]:
         return StreamingResponse((f"{line}\n" async for line in lines), media_type="text/event-stream")
 
     app = Starlette(routes=[Route("/v1/chat/completions", pass_on, methods=["POST"])], lifespan=lifespan)
-    server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_level="error", loop="asyncio"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.config.port}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving(app) as address:
+        yield address
 
 
 async def closed_loop(url: str, load: Load) -> Figures:

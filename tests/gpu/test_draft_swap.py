@@ -3,7 +3,6 @@ changes.
 """
 
 import pytest
-import torch
 
 from engine.runner.draft_site import NextDraft
 from engine.runner.worker import create_drafter
@@ -21,14 +20,6 @@ from tests.exactness.tiny import (
 from tests.runner.prefill_cases import DeviceReference
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

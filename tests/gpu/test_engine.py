@@ -1,7 +1,6 @@
 """Law 1 on a CUDA device: the engine of the CPU tests, with its tensors there."""
 
 import pytest
-import torch
 
 from tests.exactness.head import build_drafter
 from tests.exactness.oracle import VARYING, OracleDrafter
@@ -9,15 +8,6 @@ from tests.exactness.tiny import EngineShape, build_engine, build_target, prompt
 
 pytestmark = pytest.mark.gpu
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "top_p": 0.9}}
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32():
-    """Matrix products of float32 in float32, not in TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -12,14 +12,6 @@ pytestmark = pytest.mark.gpu
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8}, "truncated": {"temperature": 0.8, "top_p": 0.9}}
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def requests(sampling, trees=("auto",), num=9):
     return [
         request_of(

@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-import torch
 
 from engine.runner.runner import ModelRunner
 from engine.sampling.triton_verify import TritonVerify
@@ -14,14 +13,6 @@ from tests.grammar.automaton import AutomatonBackend
 from tests.runner.prefill_cases import DeviceReference
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def build(target, shape: EngineShape, is_captured: bool, has_draft: bool = True):

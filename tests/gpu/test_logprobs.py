@@ -14,14 +14,6 @@ from tests.gpu.test_graphs import captured_engine
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
 @pytest.mark.parametrize("mode", ["off", "chain-3", "tree-8", "tree-64"])
 def test_replayed_steps_tell_the_targets_own_logprobs(mode, sampling):

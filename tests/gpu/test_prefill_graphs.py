@@ -47,14 +47,6 @@ BLOCK_SIZE = 16
 NUM_REQUESTS = None if ON_GPU else 2  # the interpreter takes a second for a step
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def wide_target():
     target = build_target(config=WIDE).to(DEVICE)
     if ON_GPU:
