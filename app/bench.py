@@ -12,7 +12,6 @@ from app.offline import Completion, StepEngine, run_to_end
 from engine import Request, SamplingParams
 
 PLAIN = "off"
-WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +84,13 @@ class Cell:
 
 
 def measure(engine: StepEngine, plan: BenchPlan, clock: Callable[[], float]) -> list[Cell]:
-    """Return a cell per batch size and arm, plain decoding first. Arms alternate ABBA from round to round."""
+    """Return a cell per batch size and arm, plain decoding first. Arms alternate ABBA from round to round,
+    after one that does not count: there kernels are compiled, and the dispatcher meets the batch.
+    """
     cells = []
     for batch in plan.batches:
         for arm in plan.arms:
-            _run(engine, _prompts(plan, batch, 0), arm, min(WARM_UP_TOKENS, plan.max_tokens), clock)
+            _run(engine, _prompts(plan, batch, plan.rounds), arm, plan.max_tokens, clock)
         runs: dict[str, list[Run]] = {arm: [] for arm in plan.arms}
         for round_idx in range(plan.rounds):
             prompts = _prompts(plan, batch, round_idx)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
+
+from engine.layers.tuned_linear import choosing
 
 R = TypeVar("R")
 
@@ -20,6 +23,22 @@ class Recorded(Generic[R]):
     output: R
 
 
+class _Address:
+    """Tells torch where a tensor lies, and holds nothing of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """Return what a graph writes into `tensor` without keeping its memory from other graphs of the recorder.
+
+    It is good from that graph's replay to the next one's.
+    """
+    # As bytes: the protocol lacks bfloat16.
+    return torch.as_tensor(_Address(tensor.view(torch.uint8)), device=tensor.device).view(tensor.dtype)
+
+
 class GraphRecorder:
     """Records on a stream of its own. Graphs run one at a time: each finds room in what others free."""
 
@@ -30,10 +49,12 @@ class GraphRecorder:
         self.num_graphs = 0
 
     def record(self, run: Callable[[], R]) -> Recorded[R]:
-        """Run once, so that kernels are compiled and libraries have their workspaces, then capture."""
+        """Run once, so that kernels are compiled, products chosen, and libraries have their workspaces, then
+        capture."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            run()
+            with choosing():
+                run()
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             # By thread: another one may be loading a draft meanwhile.

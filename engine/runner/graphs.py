@@ -7,15 +7,16 @@ padding rows are the dummy slot. What a step computes is left to `decode_step`.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from engine.batch import DUMMY_SLOT
 from engine.errors import ConfigError
 from engine.runner.decode_step import DecodeBatch, DecodeStep, NodeOutput
-from engine.runner.graph_recorder import GraphRecorder, Recorded
+from engine.runner.graph_recorder import GraphRecorder, Recorded, borrow
 from engine.runner.guides import GuidedStep
 from engine.runner.launch_rows import LaunchRows
 from engine.runner.step_output import DecodedRows
@@ -51,7 +52,7 @@ def row_bucket(num_rows: int) -> int:
 @dataclass(slots=True)
 class _StepSet:
     """The graphs of one (rows, shape), which all share `rows`. The draft has one for each of `widths`, the
-    commit one for each set of flags.
+    commit one for each set of flags. `logits` are the target's, until the next replay of any set.
     """
 
     tree: TreeTensors
@@ -59,7 +60,8 @@ class _StepSet:
     rows: StepRows
     widths: tuple[int, ...]
     drafts: dict[int, Recorded[None]]
-    target: Recorded[NodeOutput]
+    target: torch.cuda.CUDAGraph
+    logits: Tensor
     commits: dict[SamplingFlags, Recorded[DecodedRows]]
 
 
@@ -128,7 +130,13 @@ class StepGraphs:
         drafts = {width: self._record_draft(tree, rows, width) for width in widths}
         target = self._record(lambda: self._step.run_target(batch, rows))
         commits = {flags: self._record_commit(tree, rows, flags, target.output) for flags in CAPTURED_FLAGS}
-        return _StepSet(tree, topologies, rows, widths, drafts, target, commits)
+        # Kept, the logits of every set would fill the memory: 8 GB of a model with 128k tokens at 64 rows.
+        logits = borrow(target.output.logits)
+        answers = {
+            flags: Recorded(commit.graph, replace(commit.output, logits=logits))
+            for flags, commit in commits.items()
+        }
+        return _StepSet(tree, topologies, rows, widths, drafts, target.graph, logits, answers)
 
     def replay(
         self, asked: LaunchRows, num_pending: int, guide: GuidedStep | None = None
@@ -148,9 +156,9 @@ class StepGraphs:
         draft.graph.replay()
         if guide is not None:
             guide.read(found.rows.draft.token_ids)
-        found.target.graph.replay()
+        found.target.replay()
         if guide is not None:
-            guide.mask_target(found.target.output.logits)
+            guide.mask_target(found.logits)
         self.num_replays += 1
         commit = found.commits[asked.flags]
         commit.graph.replay()

@@ -7,8 +7,12 @@ from engine.draft.config import DraftConfig
 from engine.errors import ConfigError
 from engine.kvcache.kv_pool import KVPool
 from engine.model.config import ModelConfig
+from engine.tree.topology import MAX_NODES
 
 _CUDA_SHARE = 0.85  # of the memory that is free once the weights are loaded; the rest is for activations
+# Room for the widest step of all rows, its float32 logits and what warping makes of them, as far as half of
+# the free memory goes: steps that find no room are not captured, and the dispatcher goes without them.
+_NUM_LOGIT_COPIES = 3
 _GIB = 1 << 30
 
 
@@ -28,14 +32,16 @@ def plan_num_blocks(
         return config.num_blocks + 1
     num_bytes = int(config.memory_gib * _GIB)
     if device.type == "cuda":
-        num_bytes = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+        free = torch.cuda.mem_get_info(device)[0]
+        logits = config.max_num_seqs * MAX_NODES * model.vocab_size * torch.float32.itemsize
+        num_bytes = min(int(free * _CUDA_SHARE), max(free - _NUM_LOGIT_COPIES * logits, free // 2))
     block_size = config.device_sizes(device.type == "cuda").block_size
     per_block = bytes_per_block(block_size, model, draft, dtype)
     num_blocks = num_bytes // per_block
     if num_blocks < 2:
         raise ConfigError(
             f"the cache needs at least {2 * per_block / _GIB:.2f} GiB, found {num_bytes / _GIB:.2f}: "
-            "raise memory_gib"
+            + ("use a device with more memory" if device.type == "cuda" else "raise memory_gib")
         )
     return num_blocks
 

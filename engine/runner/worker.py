@@ -25,6 +25,7 @@ from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
 from engine.layers.linear import WideLinear, can_pack
 from engine.layers.quantize import quantize
+from engine.layers.tuned_linear import tune_linears
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 from engine.precision import PrecisionConfig
@@ -220,6 +221,7 @@ def use_kernels(target: LlamaForCausalLM, head: DraftNetwork | None, device: tor
 
     ops = TritonOps(overlap=_can_overlap(device))
     target.use(ops)
+    tune_linears(target.layers)
     if target.head_weight.dtype.itemsize == 2:
         target.fast_head = WideLinear(target.head_weight)
     if head is not None:

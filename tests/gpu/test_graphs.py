@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.runner import graphs
 from engine.runner.graphs import CaptureMemoryError
 from tests.exactness.head import build_drafter
 from tests.exactness.tiny import EngineShape, build_engine, build_target, prompts, request_of, run
@@ -40,8 +41,7 @@ def test_every_replayed_step_emits_the_tokens_of_plain_decoding(mode, sampling):
     plain = run(build_engine(target, None, EngineShape()), requests(sampling))
     engine = captured_engine(EngineShape(mode=mode), target)
     assert run(engine, requests(sampling)) == plain
-    graphs = engine._runner._graphs
-    assert graphs.num_replays == engine.stats().num_steps
+    assert engine._runner._graphs.num_replays == engine.stats().num_steps
     assert (engine.stats().num_drafted > 0) == (mode != "off")
 
 
@@ -52,8 +52,7 @@ def test_rows_with_trees_of_their_own_share_a_replay(sampling):
     plain = run(build_engine(target, None, EngineShape()), requests(sampling))
     engine = captured_engine(EngineShape(mode="tree-64"), target)
     assert run(engine, requests(sampling, trees)) == plain
-    graphs = engine._runner._graphs
-    assert graphs.num_replays > 0
+    assert engine._runner._graphs.num_replays > 0
     assert {"off", "tree-64", "chain-2"} <= {name for name, _ in engine.stats().steps_by_tree}
 
 
@@ -75,6 +74,24 @@ def test_a_capture_without_memory_is_refused_and_leaves_the_engine_as_it_was():
     engine.prepare()  # nothing of the failed capture is in the way
     assert run(engine, requests("greedy")) == plain
     assert engine._runner._graphs.num_replays > 0
+
+
+def test_sets_share_the_memory_of_their_logits(monkeypatch):
+    target, shape = build_target().cuda(), EngineShape(mode="tree-64", max_num_seqs=64)
+
+    def allocated():
+        drafter = build_drafter(shape, target, DeviceReference())
+        engine = build_engine(target, drafter, shape, backend=DeviceReference())
+        engine.capture("tree-64", 1)
+        before = torch.cuda.memory_allocated()
+        tree = engine._scheduler.library.get("tree-64")
+        engine._runner.capture(tree, range(33, 65))
+        return torch.cuda.memory_allocated() - before
+
+    shared = allocated()
+    monkeypatch.setattr(graphs, "borrow", lambda tensor: tensor)
+    logits = [rows * 64 * target.config.vocab_size * 4 for rows in (64, 56, 48, 40)]
+    assert allocated() - shared >= sum(logits)
 
 
 def test_preempted_rows_go_on_in_replays():

@@ -58,3 +58,24 @@ def test_cuda_takes_most_of_what_the_weights_left_free(monkeypatch):
     num_blocks = plan_num_blocks(config, MODEL, None, torch.bfloat16, torch.device("cuda"))
     num_bytes = num_blocks * bytes_per_block(64, MODEL, None, torch.bfloat16)
     assert 8 * GIB < num_bytes < 9 * GIB
+
+
+def test_cuda_leaves_room_for_the_widest_step_of_all_rows(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
+    config = EngineConfig(model=Path("unread"), max_num_seqs=1024)
+    num_blocks = plan_num_blocks(config, MODEL, None, torch.bfloat16, torch.device("cuda"))
+    num_bytes = num_blocks * bytes_per_block(64, MODEL, None, torch.bfloat16)
+    left = 3 * 1024 * 64 * MODEL.vocab_size * 4  # copies, rows, nodes, tokens, bytes
+    assert left > 0.15 * GIB
+    assert GIB - left - (1 << 20) < num_bytes <= GIB - left
+    config = EngineConfig(
+        model=Path("unread"), max_num_seqs=1 << 20
+    )  # more than there is: half is kept for pages
+    num_blocks = plan_num_blocks(config, MODEL, None, torch.bfloat16, torch.device("cuda"))
+    assert GIB // 2 - (1 << 20) < num_blocks * bytes_per_block(64, MODEL, None, torch.bfloat16) <= GIB // 2
+
+
+def test_a_device_without_memory_for_two_blocks_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 80 * GIB))
+    with pytest.raises(ConfigError, match="use a device with more memory"):
+        plan_num_blocks(EngineConfig(model=Path("unread")), MODEL, None, torch.bfloat16, torch.device("cuda"))

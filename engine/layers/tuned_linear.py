@@ -1,0 +1,190 @@
+"""Linear layers of some tokens on the algorithm of cuBLASLt that measured fastest for their shape.
+
+Where a weight is read for a few tokens or a few hundred, the library's own choice is up to a tenth slower
+than the best it has. Choices are made while steps are recorded, never while requests wait. The products are
+left to `kernels/cublaslt`.
+"""
+
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+MIN_TOKENS, MAX_TOKENS = 17, 256  # outside of which nothing was to be gained
+_GAIN = 0.98  # of torch's time that an algorithm may take at most: noise must not choose
+_NUM_ROUNDS, _MIN_CALLS = 7, 12  # replays of each candidate, and the products in one
+_CACHE_SHARE = 1.5  # of the L2 cache that the weights of a candidate exceed, as those of a network do
+
+Multiply = Callable[[Tensor, Tensor], Tensor]  # (x [M, K], W [N, K]) -> x W^T [M, N]
+_is_choosing: ContextVar[bool] = ContextVar("is_choosing", default=False)
+
+
+@contextmanager
+def choosing() -> Iterator[None]:
+    """Let products of sizes that were not met before be chosen meanwhile, in this thread."""
+    token = _is_choosing.set(True)
+    try:
+        yield
+    finally:
+        _is_choosing.reset(token)
+
+
+class ProductTuner:
+    """The fastest product for the weights of one shape, by number of tokens.
+
+    `weights` [N, K], 16 bits, on one CUDA device, are those of layers that run one after another: they share
+    `workspace`. Not thread-safe.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], workspace: Tensor) -> None:
+        self._weights, self._workspace = weights, workspace
+        self._chosen: dict[int, Multiply] = {}
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x W^T [M, N] for contiguous x [M, K] and one of the weights."""
+        num_tokens = x.shape[0]
+        if num_tokens not in self._chosen and _is_choosing.get() and MIN_TOKENS <= num_tokens <= MAX_TOKENS:
+            self._chosen[num_tokens] = self._choose(num_tokens)
+        return self._chosen.get(num_tokens, F.linear)(x, weight)
+
+    @property
+    def num_chosen(self) -> int:
+        """How many numbers of tokens are not left to torch."""
+        return sum(multiply is not F.linear for multiply in self._chosen.values())
+
+    def _choose(self, num_tokens: int) -> Multiply:
+        from engine.kernels.cublaslt import ProductError
+
+        try:
+            candidates: list[Multiply] = [F.linear, *self._candidates(num_tokens)]
+            seconds = _time(candidates, num_tokens, self._exceeding())
+        except ProductError as error:
+            logger.warning("a product is left to torch: %s", error)
+            return F.linear
+        best = min(range(len(candidates)), key=seconds.__getitem__)
+        chosen = candidates[best] if seconds[best] < _GAIN * seconds[0] else F.linear
+        logger.debug(
+            "product tokens=%d outputs=%d inputs=%d torch_us=%.1f best_us=%.1f",
+            *(num_tokens, *self._weights[0].shape, 1e6 * seconds[0], 1e6 * seconds[best]),
+        )
+        return chosen
+
+    def _candidates(self, num_tokens: int) -> list[Multiply]:
+        from engine.kernels.cublaslt import Product
+
+        num_outputs, num_inputs = self._weights[0].shape
+        dtype = self._weights[0].dtype
+        product = Product(num_tokens, num_outputs, num_inputs, dtype, dtype)
+        return [
+            partial(product.multiply, algorithm=algorithm, workspace=self._workspace)
+            for algorithm in product.algorithms()
+        ]
+
+    def _exceeding(self) -> list[Tensor]:
+        """Return weights, or copies where a network has too few, that the L2 cache does not hold."""
+        size = self._weights[0].nbytes
+        cache = torch.cuda.get_device_properties(self._weights[0].device).L2_cache_size
+        wanted = int(_CACHE_SHARE * cache / size) + 1
+        some = [weight.detach() for weight in self._weights[:wanted]]
+        return [*some, *(some[0].clone() for _ in range(wanted - len(some)))]
+
+
+class TunedLinear(nn.Linear):
+    """An `nn.Linear` without bias that shares its weight with another and multiplies by a tuner's choice."""
+
+    def __init__(self, linear: nn.Linear, tuner: ProductTuner) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.tuner = linear.weight, tuner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] for x [..., in]."""
+        is_like_weight = x.dtype is self.weight.dtype and x.device == self.weight.device
+        if x.dim() != 2 or not x.is_contiguous() or not is_like_weight or x.requires_grad:
+            return F.linear(x, self.weight)
+        return self.tuner.multiply(x, self.weight)
+
+
+def tune_linears(network: nn.Module) -> list[ProductTuner]:
+    """Replace every `nn.Linear` of 16 bits without bias inside `network`, whose weights are on CUDA, frozen,
+    and run one after another; return the tuners, one for each shape. None where torch lacks cuBLASLt.
+    """
+    linears = [module for module in network.modules() if type(module) is nn.Linear and _is_tunable(module)]
+    if not linears or not _has_library():
+        return []
+    from engine.kernels.cublaslt import WORKSPACE_BYTES
+
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=linears[0].weight.device)
+    weights: dict[torch.Size, list[Tensor]] = {}
+    for linear in linears:
+        weights.setdefault(linear.weight.shape, []).append(linear.weight)
+    tuners = {shape: ProductTuner(some, workspace) for shape, some in weights.items()}
+    for module in list(network.modules()):
+        for name, child in list(module.named_children()):
+            if child in linears:
+                setattr(module, name, TunedLinear(child, tuners[child.weight.shape]))
+    return list(tuners.values())
+
+
+def _is_tunable(linear: nn.Linear) -> bool:
+    # Rows that do not begin at multiples of 16 bytes have other algorithms than the heuristic is asked for.
+    weight, has_bias = linear.weight, linear.bias is not None
+    is_fit = weight.dtype.itemsize == 2 and all(size % 8 == 0 for size in weight.shape)
+    return not has_bias and weight.is_cuda and not weight.requires_grad and is_fit
+
+
+def _has_library() -> bool:
+    from engine.kernels.cublaslt import Product, ProductError
+
+    try:
+        Product(32, 64, 64, torch.bfloat16, torch.bfloat16)
+    except (OSError, ProductError) as error:
+        logger.warning("linear layers run as torch chooses: %s", error)
+        return False
+    return True
+
+
+def _time(candidates: Sequence[Multiply], num_tokens: int, weights: Sequence[Tensor]) -> list[float]:
+    """Return the seconds of one product by each candidate: medians of replays that take turns."""
+    device = weights[0].device
+    x = torch.randn(num_tokens, weights[0].shape[1], dtype=weights[0].dtype, device=device)
+    in_turn = [*weights] * -(-_MIN_CALLS // len(weights))
+    memory_pool = torch.cuda.graph_pool_handle()  # all answers go to the same memory
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(multiply: Multiply) -> torch.cuda.CUDAGraph:
+        multiply(x, weights[0])  # sets up what must not be set up while a graph is captured
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        # By thread: another one may be loading a draft meanwhile.
+        graph.capture_begin(pool=memory_pool, capture_error_mode="thread_local")
+        try:
+            for weight in in_turn:
+                multiply(x, weight)
+        finally:
+            graph.capture_end()
+        graph.replay()
+        return graph
+
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graphs = [record(multiply) for multiply in candidates]
+        times = [[_seconds(graph) for graph in graphs] for _ in range(_NUM_ROUNDS)]
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return [statistics.median(found) / len(in_turn) for found in zip(*times, strict=True)]
+
+
+def _seconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
