@@ -33,9 +33,12 @@ class BenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One batch on one arm; the device worked for `device_seconds` of the `seconds`."""
+    """One batch on one arm. `seconds` are those to the last token, `whole_seconds` to when the device is
+    done, which may have begun another step by then; it worked for `device_seconds` of them.
+    """
 
     seconds: float
+    whole_seconds: float
     device_seconds: float
     prompts: Sequence[tuple[int, ...]]
     completions: list[Completion]
@@ -116,10 +119,15 @@ def _run(
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, speculation=arm)
     requests = [Request(f"row-{row}", prompt, sampling) for row, prompt in enumerate(prompts)]
     before = engine.stats().step_seconds
-    start = clock()
-    completions = run_to_end(engine, requests)
-    seconds = clock() - start
-    return Run(seconds, engine.stats().step_seconds - before, prompts, completions)
+    last_token = start = clock()
+
+    def note_time() -> None:
+        nonlocal last_token
+        last_token = clock()
+
+    completions = run_to_end(engine, requests, note_time)
+    whole, device = clock() - start, engine.stats().step_seconds - before
+    return Run(last_token - start, whole, device, prompts, completions)
 
 
 def _cell(arm: str, batch: int, plain_runs: Sequence[Run], runs: Sequence[Run]) -> Cell:
@@ -141,7 +149,7 @@ def _cell(arm: str, batch: int, plain_runs: Sequence[Run], runs: Sequence[Run]) 
         speedup=speedup,
         ci_low=low,
         ci_high=high,
-        idle_share=1 - sum(run.device_seconds for run in runs) / seconds,
+        idle_share=1 - sum(run.device_seconds for run in runs) / sum(run.whole_seconds for run in runs),
         rows=len(rows),
         divergences=tuple(found for row in rows if (found := _divergence(*row)) is not None),
     )

@@ -1,6 +1,7 @@
 """Measures one cell, a batch of sequences behind cached contexts, on an engine with replayed acceptance.
 
-A run is two: (time of 193 tokens - time of 1 token) / 192 with every request given at once, drain included.
+A run is two: (time of 193 tokens - time of 1 token) / 192 with every request given at once, to the last token
+of the last.
 Which cells are measured is left to `bench_synthetic`, printing to `bench_report`.
 """
 
@@ -84,11 +85,13 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """All requests of one arm, from `add` to the end; `steps` are the seconds of the steps that all rows
-    ran.
+    """All requests of one arm. `seconds` are those from `add` to the last token, `whole_seconds` to when the
+    device is done, which may have begun another step by then; `steps` are the seconds of the steps that all
+    rows ran.
     """
 
     seconds: float
+    whole_seconds: float
     num_tokens: int
     num_calls: int
     device_seconds: float
@@ -178,7 +181,7 @@ def _run(
     num_tokens = num_calls = 0
     before = engine.stats()
     bench.synchronize()
-    start = now = clock()
+    start = now = last_token = clock()
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -191,9 +194,10 @@ def _run(
                 raise StepError(delta.message or "a context was not found in the cache")
             num_tokens += len(delta.token_ids)
             num_calls += 1
+            last_token = now
     device_seconds = engine.stats().step_seconds - before.step_seconds
     # The first of the steps also admitted the rows.
-    return _Run(now - start, num_tokens, num_calls, device_seconds, tuple(steps[1:]))
+    return _Run(last_token - start, now - start, num_tokens, num_calls, device_seconds, tuple(steps[1:]))
 
 
 def make_requests(cell: Cell, prompts: Prompts, arm: str, max_tokens: int, round_idx: int) -> list[Request]:
@@ -228,7 +232,7 @@ def _summarise(
     if plain_rounds is not None:
         plain = [r.seconds_per_token for r in plain_rounds]
         speedup = ratio_interval(list(zip(plain, seconds, strict=True)))
-    wall = sum(r.long.seconds - r.short.seconds for r in rounds)
+    wall = sum(r.long.whole_seconds - r.short.whole_seconds for r in rounds)
     device = sum(r.long.device_seconds - r.short.device_seconds for r in rounds)
     steps = [step for r in rounds for step in r.long.steps]
     return ArmResult(

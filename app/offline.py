@@ -3,7 +3,7 @@
 What is measured on it is left to `bench` and `evaluation`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,13 +30,18 @@ class Completion:
     num_calls: int
 
 
-def run_to_end(engine: StepEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Return the answers in the order of `requests`. Raises what the engine raises, `StepError` included."""
+def run_to_end(
+    engine: StepEngine, requests: Sequence[Request], on_delta: Callable[[], None] = lambda: None
+) -> list[Completion]:
+    """Return the answers in the order of `requests`; `on_delta` is called whenever one has gained something.
+    Raises what the engine raises, `StepError` included.
+    """
     token_ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
     num_calls = dict.fromkeys(token_ids, 0)
     for request in requests:
         engine.add(request)
     for delta in deltas(engine):
+        on_delta()
         token_ids[delta.request_id] += delta.token_ids
         num_calls[delta.request_id] = delta.num_calls
     return [Completion(tuple(token_ids[key]), num_calls[key]) for key in token_ids]

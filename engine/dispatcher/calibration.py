@@ -53,33 +53,51 @@ def calibrate(
     """
     plain = next(tree for tree in trees if tree.name == PLAIN)
     num_nodes = {tree.name: tree.num_nodes for tree in trees}
-
-    def time_trees(chosen: Sequence[TreeTopology], batch: int, context: int, most: float) -> list[Timing]:
-        turns = [tree for _ in range(plan.num_repeats) for tree in chosen]
-        found = [
-            Timing(tree.name, batch, context, time_step(batch, tree, context))
-            for tree in turns
-            if elapsed() < most
-        ]
-        return [timing for timing in found if timing.seconds < math.inf]
-
+    timer = _Timer(plan, time_step, elapsed)
     timings: list[Timing] = []
     for batch in plan.batches:
         most = _PLAIN_SHARE * plan.max_seconds if timings else math.inf
         for context in plan.contexts:
-            timings += time_trees((plain,), batch, context, most)
+            timings += timer.time((plain,), batch, context, most)
     if not timings:
         return None
     batches = sorted({timing.batch for timing in timings})
     for context in plan.contexts:
         left = [tree for tree in trees if tree is not plain]
         for batch in batches:
-            timings += time_trees(left, batch, context, plan.max_seconds)
-            timings += _guesses(left, batch, context, LatencyTable.fit(timings, num_nodes))
+            timings += timer.time(left, batch, context, plan.max_seconds)
+            fitted = LatencyTable.fit(timings, num_nodes)
+            timings += _guesses(timer.fitting(left, batch), batch, context, fitted)
             fitted = LatencyTable.fit(timings, num_nodes)
             left = [tree for tree in left if could_pay(tree, fitted, batch)]
     catch_up = [(batch, time_catch_up(batch)) for batch in batches if elapsed() < plan.max_seconds]
     return LatencyTable.fit(timings, num_nodes, catch_up, is_padded=is_padded, experts=experts)
+
+
+class _Timer:
+    """Times trees of one plan, and remembers what memory has no room for."""
+
+    def __init__(self, plan: CalibrationPlan, time_step: TimeStep, elapsed: Callable[[], float]) -> None:
+        self._plan, self._time_step, self._elapsed = plan, time_step, elapsed
+        self._no_room: dict[str, int] = {}  # by tree, the batch that does not fit behind the shortest context
+
+    def fitting(self, trees: Sequence[TreeTopology], batch: int) -> list[TreeTopology]:
+        """Return those that have not been without room at this batch or a smaller one."""
+        return [tree for tree in trees if batch < self._no_room.get(tree.name, math.inf)]
+
+    def time(self, trees: Sequence[TreeTopology], batch: int, context: int, most: float) -> list[Timing]:
+        """Return what was timed of the trees, in turns, before `most` seconds were over."""
+        found: list[Timing] = []
+        for _ in range(self._plan.num_repeats):
+            for tree in self.fitting(trees, batch):
+                if self._elapsed() >= most:
+                    return found
+                seconds = self._time_step(batch, tree, context)
+                if seconds < math.inf:
+                    found.append(Timing(tree.name, batch, context, seconds))
+                elif context == self._plan.contexts[0]:
+                    self._no_room[tree.name] = batch
+        return found
 
 
 def _guesses(

@@ -40,21 +40,6 @@ class PackedLinear(nn.Module):
         return y
 
 
-class WideLinear(nn.Module):
-    """y = x W^T in float32 of operands in 16 bits, on CUDA: what nearly ties is not rounded into a tie.
-
-    Neither trained nor saved; the weight is shared.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self._weight = weight.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [T, out] float32 for x [T, in]."""
-        return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
-
-
 def pack_linears(network: nn.Module) -> None:
     """Pack every `nn.Linear` inside `network`."""
     replace_linears(network, PackedLinear)

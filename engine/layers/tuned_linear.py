@@ -1,8 +1,8 @@
 """Linear layers of some tokens on the algorithm of cuBLASLt that measured fastest for their shape.
 
-Where a weight is read for a few tokens or a few hundred, the library's own choice is up to a tenth slower
-than the best it has. Choices are made while steps are recorded, never while requests wait. The products are
-left to `kernels/cublaslt`.
+Where a weight is read for a few hundred tokens at most, the library's own choice is up to a tenth slower than
+the best it has. Choices are made while steps are recorded, never while requests wait. The products are left
+to `kernels/cublaslt`.
 """
 
 import logging
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
-MIN_TOKENS, MAX_TOKENS = 17, 256  # outside of which nothing was to be gained
+MIN_TOKENS, MAX_TOKENS = 17, 256  # outside of which the layers of a network had nothing to gain
 _GAIN = 0.98  # of torch's time that an algorithm may take at most: noise must not choose
-_NUM_ROUNDS, _MIN_CALLS = 7, 12  # replays of each candidate, and the products in one
-_CACHE_SHARE = 1.5  # of the L2 cache that the weights of a candidate exceed, as those of a network do
+_NUM_ROUNDS = 7  # replays of each candidate
+_REPLAY_BYTES, _MIN_CALLS, _MAX_CALLS = 1 << 30, 3, 24  # of weights read in one, by so many products
+_CACHE_SHARE = 1.5  # of the L2 cache that the weights of a replay exceed, as those of a network do
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (x [M, K], W [N, K]) -> x W^T [M, N]
 _is_choosing: ContextVar[bool] = ContextVar("is_choosing", default=False)
@@ -38,55 +39,58 @@ def choosing() -> Iterator[None]:
 
 
 class ProductTuner:
-    """The fastest product for the weights of one shape, by number of tokens.
+    """The fastest product for weights of one shape, by number of tokens.
 
-    `weights` [N, K], 16 bits, on one CUDA device, are those of layers that run one after another: they share
-    `workspace`. Not thread-safe.
+    `weights` [N, K], 16 bits, on one CUDA device, are those of layers that run one after another. `usual` is
+    torch's product into `out_dtype`; others are tried for `num_tokens`. Not thread-safe.
     """
 
-    def __init__(self, weights: Sequence[Tensor], workspace: Tensor) -> None:
-        self._weights, self._workspace = weights, workspace
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        usual: Multiply = F.linear,
+        out_dtype: torch.dtype | None = None,
+        num_tokens: range = range(MIN_TOKENS, MAX_TOKENS + 1),
+    ) -> None:
+        self._weights, self._usual = weights, usual
+        self._out_dtype, self._num_tokens = out_dtype or weights[0].dtype, num_tokens
+        self._workspace: Tensor | None = None
         self._chosen: dict[int, Multiply] = {}
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x W^T [M, N] for contiguous x [M, K] and one of the weights."""
         num_tokens = x.shape[0]
-        if num_tokens not in self._chosen and _is_choosing.get() and MIN_TOKENS <= num_tokens <= MAX_TOKENS:
+        if num_tokens not in self._chosen and _is_choosing.get() and num_tokens in self._num_tokens:
             self._chosen[num_tokens] = self._choose(num_tokens)
-        return self._chosen.get(num_tokens, F.linear)(x, weight)
-
-    @property
-    def num_chosen(self) -> int:
-        """How many numbers of tokens are not left to torch."""
-        return sum(multiply is not F.linear for multiply in self._chosen.values())
+        return self._chosen.get(num_tokens, self._usual)(x, weight)
 
     def _choose(self, num_tokens: int) -> Multiply:
         from engine.kernels.cublaslt import ProductError
 
         try:
-            candidates: list[Multiply] = [F.linear, *self._candidates(num_tokens)]
+            candidates = [self._usual, *self._candidates(num_tokens)]
             seconds = _time(candidates, num_tokens, self._exceeding())
-        except ProductError as error:
-            logger.warning("a product is left to torch: %s", error)
-            return F.linear
+        except (OSError, ProductError) as error:
+            logger.warning("products of %s are left to torch: %s", tuple(self._weights[0].shape), error)
+            self._num_tokens = range(0)
+            return self._usual
         best = min(range(len(candidates)), key=seconds.__getitem__)
-        chosen = candidates[best] if seconds[best] < _GAIN * seconds[0] else F.linear
         logger.debug(
             "product tokens=%d outputs=%d inputs=%d torch_us=%.1f best_us=%.1f",
             *(num_tokens, *self._weights[0].shape, 1e6 * seconds[0], 1e6 * seconds[best]),
         )
-        return chosen
+        return candidates[best] if seconds[best] < _GAIN * seconds[0] else self._usual
 
     def _candidates(self, num_tokens: int) -> list[Multiply]:
-        from engine.kernels.cublaslt import Product
+        from engine.kernels.cublaslt import WORKSPACE_BYTES, Product
 
-        num_outputs, num_inputs = self._weights[0].shape
-        dtype = self._weights[0].dtype
-        product = Product(num_tokens, num_outputs, num_inputs, dtype, dtype)
-        return [
-            partial(product.multiply, algorithm=algorithm, workspace=self._workspace)
-            for algorithm in product.algorithms()
-        ]
+        weight = self._weights[0]
+        num_outputs, num_inputs = weight.shape
+        product = Product(num_tokens, num_outputs, num_inputs, weight.dtype, self._out_dtype)
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=weight.device)
+        multiply = partial(product.multiply, workspace=self._workspace)
+        return [partial(multiply, algorithm=algorithm) for algorithm in product.algorithms()]
 
     def _exceeding(self) -> list[Tensor]:
         """Return weights, or copies where a network has too few, that the L2 cache does not hold."""
@@ -112,50 +116,59 @@ class TunedLinear(nn.Linear):
         return self.tuner.multiply(x, self.weight)
 
 
-def tune_linears(network: nn.Module) -> list[ProductTuner]:
+class WideLinear(nn.Module):
+    """y = x W^T in float32 of operands in 16 bits, on CUDA: what nearly ties is not rounded into a tie.
+
+    Neither trained nor saved; the weight is shared.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._weight = weight.detach()
+        all_tokens = range(1, MAX_TOKENS + 1) if _is_aligned(weight) else range(0)
+        self.tuner = ProductTuner((self._weight,), _multiply_wide, torch.float32, all_tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [T, out] float32 for x [T, in]."""
+        return self.tuner.multiply(x.contiguous(), self._weight)
+
+
+def tune_linears(network: nn.Module) -> None:
     """Replace every `nn.Linear` of 16 bits without bias inside `network`, whose weights are on CUDA, frozen,
-    and run one after another; return the tuners, one for each shape. None where torch lacks cuBLASLt.
+    and run one after another.
     """
     linears = [module for module in network.modules() if type(module) is nn.Linear and _is_tunable(module)]
-    if not linears or not _has_library():
-        return []
-    from engine.kernels.cublaslt import WORKSPACE_BYTES
-
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=linears[0].weight.device)
     weights: dict[torch.Size, list[Tensor]] = {}
     for linear in linears:
         weights.setdefault(linear.weight.shape, []).append(linear.weight)
-    tuners = {shape: ProductTuner(some, workspace) for shape, some in weights.items()}
+    tuners = {shape: ProductTuner(some) for shape, some in weights.items()}
     for module in list(network.modules()):
         for name, child in list(module.named_children()):
             if child in linears:
                 setattr(module, name, TunedLinear(child, tuners[child.weight.shape]))
-    return list(tuners.values())
 
 
 def _is_tunable(linear: nn.Linear) -> bool:
-    # Rows that do not begin at multiples of 16 bytes have other algorithms than the heuristic is asked for.
     weight, has_bias = linear.weight, linear.bias is not None
-    is_fit = weight.dtype.itemsize == 2 and all(size % 8 == 0 for size in weight.shape)
-    return not has_bias and weight.is_cuda and not weight.requires_grad and is_fit
+    is_fit = weight.is_cuda and weight.dtype.itemsize == 2 and _is_aligned(weight)
+    return is_fit and not has_bias and not weight.requires_grad
 
 
-def _has_library() -> bool:
-    from engine.kernels.cublaslt import Product, ProductError
+def _is_aligned(weight: Tensor) -> bool:
+    # Rows that do not begin at multiples of 16 bytes have other algorithms than the heuristic is asked for.
+    return all(size % 8 == 0 for size in weight.shape)
 
-    try:
-        Product(32, 64, 64, torch.bfloat16, torch.bfloat16)
-    except (OSError, ProductError) as error:
-        logger.warning("linear layers run as torch chooses: %s", error)
-        return False
-    return True
+
+def _multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def _time(candidates: Sequence[Multiply], num_tokens: int, weights: Sequence[Tensor]) -> list[float]:
     """Return the seconds of one product by each candidate: medians of replays that take turns."""
     device = weights[0].device
     x = torch.randn(num_tokens, weights[0].shape[1], dtype=weights[0].dtype, device=device)
-    in_turn = [*weights] * -(-_MIN_CALLS // len(weights))
+    num_calls = min(max(_MIN_CALLS, _REPLAY_BYTES // weights[0].nbytes), _MAX_CALLS)
+    in_turn = [*weights] * -(-num_calls // len(weights))
     memory_pool = torch.cuda.graph_pool_handle()  # all answers go to the same memory
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.decoder import Attend, DecoderLayer, LayerShape
-from engine.layers.linear import PackedLinear, WideLinear, pack_linears
+from engine.layers.linear import PackedLinear, pack_linears
 from engine.layers.norm import RMSNorm
 from engine.layers.ops import LayerOps, TorchOps
 from engine.layers.rotary import Rotary
+from engine.layers.tuned_linear import WideLinear
 from engine.model.config import ModelConfig
 
 
@@ -94,9 +95,7 @@ class LlamaForCausalLM(nn.Module):
         self.ops = ops
 
     def pack(self) -> None:
-        """Reorder the weights for a CPU that `can_pack`; the embedding and the output head stay readable
-        too.
-        """
+        """Reorder the weights for a CPU that `can_pack`; embedding and output head stay readable too."""
         pack_linears(self.layers)
         self.fast_head = PackedLinear(self.head_weight)
 

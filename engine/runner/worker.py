@@ -23,9 +23,9 @@ from engine.grammar.backend import open_backend
 from engine.grammar.vocabulary import ModelTokens
 from engine.kvcache.kv_cache import block_table_width
 from engine.kvcache.kv_pool import KVPool
-from engine.layers.linear import WideLinear, can_pack
+from engine.layers.linear import can_pack
 from engine.layers.quantize import quantize
-from engine.layers.tuned_linear import tune_linears
+from engine.layers.tuned_linear import WideLinear, tune_linears
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaForCausalLM
 from engine.precision import PrecisionConfig

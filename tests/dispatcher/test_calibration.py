@@ -98,6 +98,18 @@ def test_rows_that_do_not_fit_are_left_out():
     assert run(clock=lambda *step: math.inf)[0] is None
 
 
+def test_a_step_without_room_in_memory_is_neither_guessed_nor_tried_again():
+    def small(batch, tree, context):
+        return math.inf if batch * tree.num_nodes > 200 else time_step(batch, tree, context)
+
+    table, timed = run(clock=small)
+    assert math.isinf(table.seconds("tree-32", 16, 0))
+    assert table.seconds("tree-32", 4, 4 * 256) == pytest.approx(time_step(4, TREES[3], 256))
+    assert table.seconds("chain-1", 16, 16 * 256) == pytest.approx(time_step(16, TREES[1], 256))
+    assert timed.count((16, "tree-32", 256)) == 1
+    assert (16, "tree-32", 4096) not in timed
+
+
 @pytest.mark.parametrize("batches", [(), (4, 1), (1, 1)])
 def test_a_grid_that_does_not_rise_is_refused(batches):
     with pytest.raises(ConfigError, match="rising batches"):

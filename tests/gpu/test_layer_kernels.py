@@ -20,10 +20,10 @@ from engine.layers.int4_linear import (
     dequantize_groups,
     quantize_groups,
 )
-from engine.layers.linear import WideLinear
 from engine.layers.ops import TorchOps
 from engine.layers.rotary import Rotary
 from engine.layers.triton_ops import TritonOps
+from engine.layers.tuned_linear import WideLinear
 
 pytestmark = pytest.mark.gpu
 
