@@ -323,12 +323,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--memory-gib", type=float, default=0.05, help="of cache, per replica")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    engine = {"max_num_seqs": options.max_num_seqs, "memory_gib": 0.05, "num_threads": 1, "dtype": "float32"}
+    engine = {
+        "max_num_seqs": options.max_num_seqs,
+        "memory_gib": options.memory_gib,
+        "num_threads": 1,
+        "dtype": "float32",
+    }
     plan = Plan(options.model, options.draft, options.other_draft, options.streams, options.tokens, engine)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["EYAS_CACHE"] = os.environ.get("EYAS_CACHE", cache)
