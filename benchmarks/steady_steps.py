@@ -55,7 +55,8 @@ def time_steps(
 
     `wait` returns once the device is idle. The device is idle when the clock starts and when it stops, so the
     time is that of the steps launched between; their counts are read one call after either, since the call
-    that launches a step collects the one before it. Reading takes microseconds, in which the device runs on.
+    that launches a step collects the one before it. Reading takes up to 0.2 ms of the host (a
+    dispatcher that learns has more to tell), which a device that is the slower of the two hides.
     """
     _fill(engine, requests)
     wait()
