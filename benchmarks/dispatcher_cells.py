@@ -2,12 +2,14 @@
 
 A cell is a context, a batch and an acceptance: the profile of a draft, or half or none of it. Networks have
 the sizes of a published model and random weights (for SmolLM2 the draft is the shipped one), contexts are
-random pages that no prompt filled, acceptance is replayed. In every round all modes answer the same prompts
-with the same seeds, in an order that alternates; trees that are far from the best are left out after a few
-rounds. Time is measured, and each call counts the tokens that its tree brings on average under the replayed
-acceptance: so chance in what was accepted is not taken for speed. The dispatcher that learns has an engine of
-its own, times its steps as at every start, and keeps what it learnt from cell to cell; it runs for a while at
-each before it is measured. Run, on a GPU:
+random pages that no prompt filled, acceptance is replayed. A round is a fixed number of steps of the full
+batch: in each, all modes start from the same prompts with the same seeds, in an order that alternates; trees
+that are far from the best are left out after a few rounds. Time is measured, and each call counts the tokens
+that its tree brings on average under the replayed acceptance: so chance in what was accepted is not taken for
+speed. The dispatcher that learns has an engine of its own, times its steps as at every start, and keeps what
+it learnt from cell to cell; it runs for a while at each before it is measured. Acceptance only falls from
+cell to cell, since one that comes back is noticed by rare probes after a time that the simulation judges
+(`simulate_dispatcher`), and rounds before and after it have no common mean. Run, on a GPU:
 
 python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out DIR
 """
@@ -19,7 +21,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,8 +29,8 @@ import torch
 
 from app.drafts import SHIPPED_DRAFTS
 from app.machine import describe_machine
-from app.offline import run_to_end
 from benchmarks.ranked_replay import RankedReplay
+from benchmarks.steady_steps import SteadySteps, most_tokens, time_steps
 from engine import (
     EngineConfig,
     MeasuredProfile,
@@ -42,15 +44,14 @@ from engine import (
 )
 from engine.dispatcher.arms import select_arms
 from engine.dispatcher.latency import LatencyTable
-from engine.draft.loader import load_draft
-from engine.engine import Engine, assemble_engine
+from engine.draft.loader import LoadedDraft, load_draft
+from engine.engine import assemble_engine
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.kv_cache import KVCache
 from engine.runner.calibrate import choose_device, choose_dtype
 from engine.runner.rates import synchronize
 from engine.runner.synthetic import eagle3_config, fill_pages, random_head, random_target
 from engine.runner.worker import Origin, Worker, choose_verify, count_positions, wire_worker
-from engine.stats import EngineStats
 from engine.step_times import measure_latency
 from engine.synthetic import cache_contexts, predict_bytes
 from engine.tree.library import TreeLibrary
@@ -58,13 +59,14 @@ from engine.tree.search import acceptance_length
 from engine.tree.topology import MAX_NODES
 
 AUTO, PLAIN = "auto", "off"
-SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance
+SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance, falling
 TOKENS_PER_CALL = 2.78  # of a chain of 3, for a model whose draft is made up
 LIMIT, MAX_ERROR = 0.98, 0.003
-_MIN_ROUNDS, _MAX_ROUNDS = 6, 40
+_MIN_ROUNDS, _MAX_ROUNDS = 4, 40
 _SCREENED_AFTER, _SCREEN = 3, 0.93  # rounds, and the share of the best below which a tree is left out then
-_SETTLING_STEPS = 300  # of the adaptive engine at a cell, before it is measured
+_SETTLING_STEPS = 300  # of the adaptive engine at the full batch of a cell, before it is measured
 _DEVICE_SHARE = 0.8  # of the free memory that a cell may be predicted to need
+_MAX_DEPTH = SpeculationConfig().feature_window - 1
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
@@ -80,7 +82,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Tokens per second of each mode and the adaptive one's share of the best fixed one, with its error."""
+    """Tokens per second of each mode and the adaptive one's share of the best fixed one, with its error.
+
+    `calls` says how often the adaptive one ran each tree in the rounds.
+    """
 
     cell: Cell
     best: str
@@ -89,6 +94,7 @@ class Result:
     num_rounds: int
     arm: str
     tokens_per_second: dict[str, float]
+    calls: dict[str, int]
 
     @property
     def is_within(self) -> bool:
@@ -98,11 +104,12 @@ class Result:
 class Bench:
     """One model, its runner, and two engines on it that never run at once: one learns, one does as told."""
 
-    def __init__(self, name: str, cells: Sequence[Cell], num_tokens: int, block_size: int) -> None:
-        self._num_tokens = num_tokens
-        self._profile = _profile_of(name)
-        config = _config(name, cells, num_tokens, block_size)
-        worker, self._replay = _build(name, self._profile, config)
+    def __init__(self, name: str, cells: Sequence[Cell], num_steps: int, block_size: int) -> None:
+        self._num_steps = num_steps
+        self._profile, library = _profile_of(name), _library(name)
+        self._max_tokens = most_tokens(num_steps, _deepest(library))
+        config = _config(name, cells, self._max_tokens, block_size)
+        worker, self._replay = _build(name, self._profile, library, config)
         started = time.perf_counter()
         table = measure_latency(config, worker)
         assert table is not None, "the cells have a row at least"
@@ -118,48 +125,39 @@ class Bench:
         )
         self.facts, self._device = worker.facts, torch.device(worker.facts.device)
         self._known = [worker.library.get(tree) for tree in table.names]
-        self._lengths: dict[str, float] = {}  # tokens per call under the acceptance of the cell at hand
+        deepest = max(tree.depth for tree in self._known)
+        assert deepest <= _deepest(library), f"rows may end within a round over {deepest} levels"
         self.trees = [tree.name for tree in select_arms(self._known, self._profile, table)]
 
     def measure(self, cell: Cell, deadline: float) -> Result | None:
         """Return the result of a cell; None where not a few rounds fit before `deadline`."""
         profile = [[p * SHARES[cell.acceptance] for p in row] for row in self._profile]
         self._replay.set_profile(profile)
-        self._lengths = {tree.name: acceptance_length(tree, profile) for tree in self._known}
+        lengths = {tree.name: acceptance_length(tree, profile) for tree in self._known}
         prompts = _prompts(cell, self.facts.vocab_size)
-        self._settle(cell, prompts)
+        for idx in range(-(-_SETTLING_STEPS // self._num_steps)):
+            self._run(prompts, AUTO, 1000 + idx)
         trees = [tree for tree in self.trees if self.table.seconds(tree, cell.batch, 0) < float("inf")]
-        rates: dict[str, list[float]] = {mode: [] for mode in (AUTO, *trees)}
         for tree in trees:
             self._fixed.capture(tree, cell.batch)
-            self._run(self._fixed, cell, prompts, tree, 0)
+            self._run(prompts, tree, 0)
+        rounds: dict[str, list[SteadySteps]] = {mode: [] for mode in (AUTO, *trees)}
         for round_idx in range(1, _MAX_ROUNDS + 1):
             if time.perf_counter() > deadline:
                 break
-            for mode in list(rates) if round_idx % 2 else list(rates)[::-1]:
-                engine = self._adaptive if mode == AUTO else self._fixed
-                rates[mode].append(self._run(engine, cell, prompts, mode, round_idx))
+            for mode in list(rounds) if round_idx % 2 else list(rounds)[::-1]:
+                rounds[mode].append(self._run(prompts, mode, round_idx))
             if round_idx == _SCREENED_AFTER:
-                rates = _screened(rates)
-            if round_idx >= _MIN_ROUNDS and _result(cell, rates, "").standard_error <= MAX_ERROR * 0.9:
+                rounds = _screened(rounds, lengths)
+            error = _result(cell, rounds, lengths, "").standard_error
+            if round_idx >= _MIN_ROUNDS and error <= 0.9 * MAX_ERROR:
                 break
-        if len(rates[AUTO]) < _SCREENED_AFTER:
+        if len(rounds[AUTO]) < _SCREENED_AFTER:
             return None
-        return _result(cell, rates, self._adaptive.stats().dispatch.arm)
+        return _result(cell, rounds, lengths, self._adaptive.stats().dispatch.arm)
 
-    def _settle(self, cell: Cell, prompts: Sequence[tuple[int, ...]]) -> None:
-        first = self._adaptive.stats().num_steps
-        round_idx = 1000
-        while self._adaptive.stats().num_steps < first + _SETTLING_STEPS:
-            self._run(self._adaptive, cell, prompts, AUTO, round_idx)
-            round_idx += 1
-
-    def _run(
-        self, engine: Engine, cell: Cell, prompts: Sequence[tuple[int, ...]], mode: str, round_idx: int
-    ) -> float:
-        """Return the tokens per second of one round, from the first request to the last token, each call with
-        what its tree brings on average.
-        """
+    def _run(self, prompts: Sequence[tuple[int, ...]], mode: str, round_idx: int) -> SteadySteps:
+        """Return what one round took and did."""
         cache_contexts(self._kv_cache, prompts)
         requests = [
             Request(
@@ -167,29 +165,18 @@ class Bench:
                 prompt,
                 SamplingParams(
                     temperature=0.0,
-                    max_tokens=self._num_tokens,
+                    max_tokens=self._max_tokens,
                     ignore_eos=True,
-                    seed=(round_idx * cell.batch + row + 1) * _GOLDEN & _MASK,
+                    seed=(round_idx * len(prompts) + row + 1) * _GOLDEN & _MASK,
                     speculation=mode,
                 ),
             )
             for row, prompt in enumerate(prompts)
         ]
-        before = engine.stats()
-        synchronize(self._device)
-        started = time.perf_counter()
-        run_to_end(engine, requests)
-        seconds = time.perf_counter() - started
-        return self._expected_tokens(before, engine.stats()) / seconds
-
-    def _expected_tokens(self, before: EngineStats, after: EngineStats) -> float:
-        """Return what the calls between two states bring on average; rows that were dropped, since their
-        answers had ended, are no calls.
-        """
-        rows = Counter(dict(after.steps_by_tree))
-        rows.subtract(dict(before.steps_by_tree))
-        brought = sum(num_rows * self._lengths[tree] for tree, num_rows in rows.items())
-        return brought * (after.num_calls - before.num_calls) / rows.total()
+        engine = self._adaptive if mode == AUTO else self._fixed
+        return time_steps(
+            engine, requests, self._num_steps, lambda: synchronize(self._device), time.perf_counter
+        )
 
 
 def main() -> int:
@@ -197,7 +184,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m or llama-3.1-8b")
     parser.add_argument("--context", type=_integers, default=(512, 7168), help="multiples of the block size")
     parser.add_argument("--batch", type=_integers, default=(1, 4, 16, 64))
-    parser.add_argument("--tokens", type=int, default=128, help="tokens per answer")
+    parser.add_argument("--steps", type=int, default=48, help="steps of a round")
     parser.add_argument("--cells", type=int, help="measure so many, drawn at random; all by default")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=500.0, help="of measuring, the start not counted")
@@ -211,7 +198,8 @@ def main() -> int:
         widest = max(cells, key=lambda cell: (cell.batch * cell.context, str(cell)))
         cells.remove(widest)
         left_out.append(widest)
-    bench = Bench(options.model, cells, options.tokens, options.block_size)
+    cells.sort(key=lambda cell: list(SHARES).index(cell.acceptance))
+    bench = Bench(options.model, cells, options.steps, options.block_size)
     print(f"steps timed in {bench.calibration_seconds:.1f} s; arms: {', '.join(bench.trees)}")
     print(
         f"{'context x batch acceptance':<28} {'best fixed':>10} {'arm':>8} {'ratio':>7} {'error':>7}  rounds"
@@ -243,32 +231,48 @@ def _fits(options: argparse.Namespace, cells: Sequence[Cell]) -> bool:
     """Return whether the device has memory for one engine for all cells, its widest trees included."""
     if not torch.cuda.is_available():
         return True
-    config = _config(options.model, cells, options.tokens, options.block_size)
+    max_tokens = most_tokens(options.steps, _deepest(_library(options.model)))
+    config = _config(options.model, cells, max_tokens, options.block_size)
     assert config.num_blocks is not None
     needed = predict_bytes(shape_of(options.model), config, config.num_blocks, MAX_NODES)
     return needed < _DEVICE_SHARE * torch.cuda.mem_get_info()[0]
 
 
-def _build(name: str, profile: Profile, config: EngineConfig) -> tuple[Worker, RankedReplay]:
+def _build(
+    name: str, profile: Profile, library: TreeLibrary, config: EngineConfig
+) -> tuple[Worker, RankedReplay]:
     """Return a runner over random weights, and what sets its acceptance."""
     model = shape_of(name)
     device = choose_device(config)
     dtype, num_positions = choose_dtype(config, model, device), count_positions(config, model)
-    shipped = load_draft(SHIPPED_DRAFTS / "smollm2") if name == "smollm2-135m" else None
+    shipped = _shipped_draft(name)
     taps = shipped.config.taps if shipped else eagle3_config(model).taps
     target = random_target(model, taps, num_positions, dtype, device)
-    max_depth = config.speculation.feature_window - 1
     if shipped is not None:
         head = shipped.build(target.embed_tokens.weight, target.head_weight, num_positions, dtype, device)
-        assert shipped.trees is not None, "the shipped draft has trees"
-        library = TreeLibrary.load(shipped.trees, max_depth)
     else:
         head = random_head(eagle3_config(model), target, num_positions)
-        library = TreeLibrary.search(profile, max_depth)
     replay = RankedReplay(profile, device, choose_verify(device))
     origin = Origin(name, "", "synthetic weights", "synthetic weights")
     worker = wire_worker(config, target, head, library, origin, replay)
     return replace(worker, profile=profile), replay
+
+
+def _shipped_draft(name: str) -> LoadedDraft | None:
+    return load_draft(SHIPPED_DRAFTS / "smollm2") if name == "smollm2-135m" else None
+
+
+def _library(name: str) -> TreeLibrary:
+    shipped = _shipped_draft(name)
+    if shipped is None:
+        return TreeLibrary.search(_profile_of(name), _MAX_DEPTH)
+    assert shipped.trees is not None, "the shipped draft has trees"
+    return TreeLibrary.load(shipped.trees, _MAX_DEPTH)
+
+
+def _deepest(library: TreeLibrary) -> int:
+    """Return the levels of the deepest tree: chains that are timed have fewer."""
+    return max(library.get(name).depth for name in library.names)
 
 
 def _profile_of(name: str) -> Profile:
@@ -276,9 +280,9 @@ def _profile_of(name: str) -> Profile:
     return measured if name == "smollm2-135m" else scale_profile(measured, chain(3), TOKENS_PER_CALL)
 
 
-def _config(name: str, cells: Sequence[Cell], num_tokens: int, block_size: int) -> EngineConfig:
+def _config(name: str, cells: Sequence[Cell], max_tokens: int, block_size: int) -> EngineConfig:
     """Return an engine's sizes with room for the largest cell."""
-    ahead = num_tokens + 64  # trees and what an asynchronous host reserves
+    ahead = max_tokens + 64  # trees and what an asynchronous host reserves
     most = max(cell.batch for cell in cells)
     blocks = max(cell.batch * -(-(cell.context + ahead) // block_size) for cell in cells)
     return EngineConfig(
@@ -298,20 +302,34 @@ def _prompts(cell: Cell, vocab_size: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in rows]
 
 
-def _screened(rates: dict[str, list[float]]) -> dict[str, list[float]]:
+def _rates(
+    rounds: Mapping[str, Sequence[SteadySteps]], lengths: Mapping[str, float]
+) -> dict[str, list[float]]:
+    """Return tokens per second by mode and round; `lengths` are the tokens per call of every tree."""
+    return {mode: [steps.rate(lengths) for steps in found] for mode, found in rounds.items()}
+
+
+def _screened(
+    rounds: dict[str, list[SteadySteps]], lengths: Mapping[str, float]
+) -> dict[str, list[SteadySteps]]:
     """Leave out the fixed trees that cannot be the best."""
-    means = {mode: statistics.fmean(found) for mode, found in rates.items()}
+    means = {mode: statistics.fmean(found) for mode, found in _rates(rounds, lengths).items()}
     best = max(mean for mode, mean in means.items() if mode != AUTO)
-    return {mode: found for mode, found in rates.items() if mode == AUTO or means[mode] >= _SCREEN * best}
+    return {mode: found for mode, found in rounds.items() if mode == AUTO or means[mode] >= _SCREEN * best}
 
 
-def _result(cell: Cell, rates: dict[str, list[float]], arm: str) -> Result:
+def _result(
+    cell: Cell, rounds: Mapping[str, Sequence[SteadySteps]], lengths: Mapping[str, float], arm: str
+) -> Result:
     """Hold the adaptive mode against the fixed one that was best over all rounds."""
+    rates = _rates(rounds, lengths)
     means = {mode: statistics.fmean(found) for mode, found in rates.items()}
     best = max((mode for mode in means if mode != AUTO), key=means.__getitem__)
     ratios = [auto / other for auto, other in zip(rates[AUTO], rates[best], strict=True)]
     error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("inf")
-    return Result(cell, best, statistics.fmean(ratios), error, len(ratios), arm, means)
+    calls = sum((Counter(steps.calls) for steps in rounds[AUTO]), Counter[str]())
+    ratio = statistics.fmean(ratios)
+    return Result(cell, best, ratio, error, len(ratios), arm, means, dict(calls))
 
 
 def _product(contexts: Sequence[int], batches: Sequence[int]) -> list[tuple[int, int, str]]:
@@ -325,7 +343,7 @@ def _report(
         "environment": describe_machine(bench.facts),
         "calibration_seconds": bench.calibration_seconds,
         "table": json.loads(bench.table.to_json()),
-        "tokens": options.tokens,
+        "steps_per_round": options.steps,
         "settling_steps": _SETTLING_STEPS,
         "limit": LIMIT,
         "cells": [asdict(result) | {"is_within": result.is_within} for result in results],
