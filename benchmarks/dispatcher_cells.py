@@ -6,15 +6,18 @@ random pages that no prompt filled, acceptance is replayed. A round is a fixed n
 batch: in each, all modes start from the same prompts with the same seeds, in an order that alternates; trees
 that are far from the best are left out after a few rounds. Time is measured, and each call counts the tokens
 that its tree brings on average under the replayed acceptance: so chance in what was accepted is not taken for
-speed. The dispatcher that learns has an engine of its own, times its steps as at every start, and keeps what
-it learnt from cell to cell; it runs for a while at each before it is measured. Acceptance only falls from
-cell to cell, since one that comes back is noticed by rare probes after a time that the simulation judges
-(`simulate_dispatcher`), and rounds before and after it have no common mean. Run, on a GPU:
+speed. Ratios of rounds are averaged without the highest and the lowest fifth: a machine that stands still for
+a moment says nothing about a mode. The dispatcher that learns has an engine of its own, times its steps as at
+every start, and keeps what it learnt from cell to cell; it runs for a while at each before it is measured.
+Acceptance only falls from cell to cell, since one that comes back is noticed by rare probes after a time that
+the simulation judges (`simulate_dispatcher`), and rounds before and after it have no common mean. Run, on a
+GPU:
 
 python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out DIR
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -62,7 +65,8 @@ AUTO, PLAIN = "auto", "off"
 SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance, falling
 TOKENS_PER_CALL = 2.78  # of a chain of 3, for a model whose draft is made up
 LIMIT, MAX_ERROR = 0.98, 0.003
-_MIN_ROUNDS, _MAX_ROUNDS = 4, 40
+_MIN_ROUNDS, _MAX_ROUNDS = 4, 400
+_TRIMMED = 0.2  # of the ratios, at either end
 _SCREENED_AFTER, _SCREEN = 3, 0.93  # rounds, and the share of the best below which a tree is left out then
 _SETTLING_STEPS = 300  # of the adaptive engine at the full batch of a cell, before it is measured
 _DEVICE_SHARE = 0.8  # of the free memory that a cell may be predicted to need
@@ -204,6 +208,8 @@ def main() -> int:
     print(
         f"{'context x batch acceptance':<28} {'best fixed':>10} {'arm':>8} {'ratio':>7} {'error':>7}  rounds"
     )
+    gc.collect()
+    gc.freeze()  # as a server does: a collection that walks all that is loaded would stop some round for long
     results: list[Result] = []
     deadline = time.perf_counter() + options.seconds
     for idx, cell in enumerate(cells):
@@ -313,7 +319,7 @@ def _screened(
     rounds: dict[str, list[SteadySteps]], lengths: Mapping[str, float]
 ) -> dict[str, list[SteadySteps]]:
     """Leave out the fixed trees that cannot be the best."""
-    means = {mode: statistics.fmean(found) for mode, found in _rates(rounds, lengths).items()}
+    means = {mode: trimmed_mean(found)[0] for mode, found in _rates(rounds, lengths).items()}
     best = max(mean for mode, mean in means.items() if mode != AUTO)
     return {mode: found for mode, found in rounds.items() if mode == AUTO or means[mode] >= _SCREEN * best}
 
@@ -323,13 +329,26 @@ def _result(
 ) -> Result:
     """Hold the adaptive mode against the fixed one that was best over all rounds."""
     rates = _rates(rounds, lengths)
-    means = {mode: statistics.fmean(found) for mode, found in rates.items()}
+    means = {mode: trimmed_mean(found)[0] for mode, found in rates.items()}
     best = max((mode for mode in means if mode != AUTO), key=means.__getitem__)
     ratios = [auto / other for auto, other in zip(rates[AUTO], rates[best], strict=True)]
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("inf")
+    ratio, error = trimmed_mean(ratios)
     calls = sum((Counter(steps.calls) for steps in rounds[AUTO]), Counter[str]())
-    ratio = statistics.fmean(ratios)
     return Result(cell, best, ratio, error, len(ratios), arm, means, dict(calls))
+
+
+def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean without the highest and the lowest fifth, and its standard error: that of the values
+    with those replaced by the nearest that are kept (Tukey and McLaughlin 1963).
+    """
+    ordered, num = sorted(values), len(values)
+    cut = int(_TRIMMED * num)
+    kept = ordered[cut : num - cut]
+    if num < 2:
+        return kept[0], float("inf")
+    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
+    error = statistics.stdev(winsorised) / ((1.0 - 2.0 * cut / num) * num**0.5)
+    return statistics.fmean(kept), error
 
 
 def _product(contexts: Sequence[int], batches: Sequence[int]) -> list[tuple[int, int, str]]:

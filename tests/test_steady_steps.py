@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from benchmarks.dispatcher_cells import trimmed_mean
 from benchmarks.steady_steps import SteadySteps, most_tokens, time_steps
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig
@@ -128,3 +129,10 @@ def test_a_round_whose_rows_end_within_is_refused(bench):
     requests = bench.requests("off", NUM_STEPS)
     with pytest.raises(AssertionError, match="rows came or went"):
         time_steps(engine, requests, NUM_STEPS, bench.synthetic.synchronize, lambda: 0.0)
+
+
+def test_a_stall_moves_neither_the_mean_nor_its_error():
+    mean, error = trimmed_mean([3.0, 100.0, 1.0, 4.0, 2.0])
+    assert mean == 3.0
+    assert error == pytest.approx(1.0 / (0.6 * 5**0.5))  # the deviation of 2, 2, 3, 4, 4 is 1
+    assert trimmed_mean([5.0]) == (5.0, float("inf"))
