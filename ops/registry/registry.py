@@ -19,10 +19,11 @@ from engine import EyasError, inspect_draft
 from ops.registry.entry import DIGEST_LENGTH, FILES, DraftEntry, RegistryError, parse_entry, stored_file
 
 ENTRY = "entry.json"
-STABLE = "stable.json"
+STABLE, TRIED = "stable.json", "tried.json"  # ids by base model, the newest first
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 UPLOAD_TIME = timedelta(hours=1)  # what lies without an entry for longer was given up
 NUM_STABLE = 2  # the one that serves and the one before it, to go back to
+NUM_TRIED = 1  # a base model has one rollout at a time
 
 
 class Registry:
@@ -101,18 +102,18 @@ class Registry:
 
     def mark_stable(self, entry: DraftEntry) -> None:
         """Remember that `entry` serves its base model now; it and the one before it outlive `collect`."""
-        stable = self._stable()
-        base = entry.facts.base_model_digest
-        before = [one for one in stable.get(base, []) if one != entry.id]
-        stable[base] = [entry.id, *before][:NUM_STABLE]
-        with _translated(self.url):
-            self._write(self._path(STABLE), json.dumps(stable, indent=2) + "\n")
+        self._mark(STABLE, entry, NUM_STABLE)
+
+    def mark_tried(self, entry: DraftEntry) -> None:
+        """Remember that a rollout tries `entry`; until the next one tries another it outlives `collect`."""
+        self._mark(TRIED, entry, NUM_TRIED)
 
     def collect(self, num_kept: int, now: datetime, is_real: bool) -> list[str]:
         """Remove and return the ids of drafts beyond the newest `num_kept` of a base model, but for stable
-        ones, and of uploads that were given up. Without `is_real` nothing is removed.
+        ones and the one last tried, and of uploads that were given up. Without `is_real` nothing is removed.
         """
-        kept = {one for ids in self._stable().values() for one in ids}
+        marked = (self._marked(STABLE), self._marked(TRIED))
+        kept = {one for ids_by_base in marked for ids in ids_by_base.values() for one in ids}
         newest: dict[str, int] = {}
         for entry in reversed(self.entries()):
             base = entry.facts.base_model_digest
@@ -136,15 +137,22 @@ class Registry:
             text = self._files.cat_file(self._path(draft, ENTRY)).decode("utf-8", "replace")
         return parse_entry(text, draft)
 
-    def _stable(self) -> dict[str, list[str]]:
+    def _mark(self, name: str, entry: DraftEntry, most: int) -> None:
+        """Put `entry` first of its base model in a file of marks, which keeps `most` of each."""
+        marked, base = self._marked(name), entry.facts.base_model_digest
+        marked[base] = [entry.id, *(one for one in marked.get(base, []) if one != entry.id)][:most]
         with _translated(self.url):
-            if not self._files.exists(self._path(STABLE)):
+            self._write(self._path(name), json.dumps(marked, indent=2) + "\n")
+
+    def _marked(self, name: str) -> dict[str, list[str]]:
+        with _translated(self.url):
+            if not self._files.exists(self._path(name)):
                 return {}
-            found = json.loads(self._files.cat_file(self._path(STABLE)))
+            found = json.loads(self._files.cat_file(self._path(name)))
         is_sound = isinstance(found, dict) and all(isinstance(ids, list) for ids in found.values())
         if not is_sound or not all(isinstance(one, str) for ids in found.values() for one in ids):
             raise RegistryError(
-                f"{self.url}: {STABLE} is corrupt: which drafts serve is not known; remove it"
+                f"{self.url}: {name} is corrupt: which drafts are in use is not known; remove it"
             )
         return dict(found)
 

@@ -3,9 +3,13 @@
 Keeping drafts is left to `ops.registry`.
 """
 
+import logging
 from pathlib import Path
 
+from ops.registry.entry import RegistryError
 from ops.registry.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 
 class RegistryDrafts:
@@ -25,6 +29,10 @@ class RegistryDrafts:
 
     def fetch(self, draft: str) -> str:
         entry = self._registry.get(draft)
+        try:
+            self._registry.mark_tried(entry)
+        except RegistryError as error:  # a registry for reading only: nobody removes drafts from here either
+            logger.warning("the registry does not know that draft %s is tried: %s", entry.id, error)
         folder = self._registry.folder(entry, self._cache)
         return str(folder.resolve() if self._replica_root is None else Path(self._replica_root) / entry.id)
 

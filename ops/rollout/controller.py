@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from engine import EyasError
 from ops.rollout.analysis import Analysis, Limits, Verdict, judge
-from ops.rollout.observation import Windows, canary_problems
+from ops.rollout.observation import Windows, canary_problems, new_refusals
 from ops.rollout.state import DraftRef, Phase, RolloutError, RolloutState
 from ops.rollout.state_store import ConflictError, Kept, StateStore
 from ops.rollout.target import Desired, Replica, Target
@@ -73,6 +73,7 @@ class Controller:
         self._store, self._target, self._drafts = store, target, drafts
         self._clock, self._limits, self._pace = clock, limits, pace
         self._windows = Windows()
+        self._seen: Sequence[Replica] = ()  # at the last look
         self._act: dict[Phase, Callable[[Kept], RolloutState]] = {
             Phase.VERIFYING: self._verify,
             Phase.PREFETCHING: self._prefetch,
@@ -206,19 +207,25 @@ class Controller:
     def _apply(
         self, kept: Kept, desired: Desired, problems: Callable[[Sequence[Replica]], tuple[str, ...]]
     ) -> tuple[str, ...]:
-        """Ask for `desired` and wait; return what is left of `problems` when the time is over."""
+        """Ask for `desired` and wait; return what is left of `problems` when the time is over, or once a
+        replica has refused to load a draft.
+        """
         self._check_current(kept)
+        before = self._seen  # not looked for now: going back must not wait for a fleet that cannot be seen
         self._patiently(kept, lambda: self._target.apply(desired))
         deadline = self._clock.now() + self._pace.follow_s
         while left := problems(self._observe(kept)):
-            if self._clock.now() >= deadline:
-                return left
+            before = before or self._seen
+            refusals = new_refusals(before, self._seen)
+            if refusals or self._clock.now() >= deadline:
+                return (*left, *refusals)
             self._clock.sleep(self._pace.poll_s)
             self._check_current(kept)
         return ()
 
     def _observe(self, kept: Kept) -> Sequence[Replica]:
-        return self._patiently(kept, self._target.observe)
+        self._seen = self._patiently(kept, self._target.observe)
+        return self._seen
 
     def _patiently(self, kept: Kept, ask: Callable[[], T]) -> T:
         """Ask a fleet that cannot be reached again, as long as replicas may take to follow: while one of them

@@ -47,6 +47,13 @@ def canary_problems(
     return tuple(problems)
 
 
+def new_refusals(before: Sequence[Replica], after: Sequence[Replica]) -> tuple[str, ...]:
+    """Say which replicas could not load a draft between two looks at them."""
+    counts = {replica.name: replica.num_refusals for replica in before}
+    refusing = (one.name for one in after if one.num_refusals > counts.get(one.name, one.num_refusals))
+    return tuple(f"replica {name} could not load the draft: see its log" for name in refusing)
+
+
 def _difference(start: Replica, end: Replica) -> Window | None:
     """Return what a replica did, None for one that was idle or has started anew."""
     window = Window(

@@ -23,6 +23,7 @@ COUNTERS = (
     "eyas_steps_total",
     "eyas_verification_calls_total",
     "eyas_generation_tokens_total",
+    "eyas_draft_refusals_total",
 )
 OUR_KEYS = ("draft", "draft_digest", "canary_draft", "canary_draft_digest", "canary_replicas")
 NUM_ATTEMPTS = 5  # of a change that others' changes get in the way of
@@ -106,8 +107,8 @@ def parse_replicas(text: str) -> list[Replica]:
 
 
 def _replica(name: str, digest: str | None, is_off: bool, counts: Mapping[tuple[str, str], float]) -> Replica:
-    seconds, steps, calls, tokens = (counts[name, counter] for counter in COUNTERS)
-    return Replica(name, digest, is_off, seconds, int(steps), int(calls), int(tokens))
+    seconds, *others = (counts[name, counter] for counter in COUNTERS)
+    return Replica(name, digest, is_off, seconds, *map(int, others))
 
 
 def _keys(name: str, draft: DraftRef) -> dict[str, str]:

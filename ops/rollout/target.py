@@ -13,7 +13,7 @@ from ops.rollout.state import DraftRef
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One running replica: the weights in place, whether it gave them up and decodes plainly, and its
-    counters since it started.
+    counters since it started; `num_refusals` are drafts that it could not load.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Replica:
     steps: int
     calls: int
     tokens: int
+    num_refusals: int = 0
 
 
 @dataclass(frozen=True, slots=True)

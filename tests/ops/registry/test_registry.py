@@ -153,15 +153,16 @@ def test_an_entry_that_names_other_files_is_refused_whoever_wrote_it(name, draft
         registry.get(foreign.id)
 
 
+@pytest.mark.parametrize("name", ["stable", "tried"])
 @pytest.mark.parametrize("text", ["", "[]", "7", '{"m": "abc"}', '{"m": [1]}'])
-def test_a_list_of_serving_drafts_that_is_none_is_told_and_spares_all(text, draft, model, tmp_path):
+def test_a_list_of_drafts_in_use_that_is_none_is_told_and_spares_all(text, name, draft, model, tmp_path):
     registry = Registry(str(tmp_path / "r"))
     entry = registry.add(draft, model, "mine", NOW)
-    (tmp_path / "r" / "stable.json").write_text(text)
+    (tmp_path / "r" / f"{name}.json").write_text(text)
     with pytest.raises(RegistryError):
         registry.collect(0, NOW, is_real=True)
     with pytest.raises(RegistryError):
-        registry.mark_stable(entry)
+        {"stable": registry.mark_stable, "tried": registry.mark_tried}[name](entry)
     assert registry.entries() == [entry]
 
 
@@ -200,6 +201,17 @@ def test_collecting_spares_the_newest_the_stable_ones_and_uploads(registry, draf
     assert set(registry.collect(1, now, is_real=True)) == {ids[0], ids[4]}
     assert [entry.id for entry in registry.entries()] == [ids[1], ids[2], ids[5]]
     assert registry.collect(1, now + timedelta(hours=2), is_real=True) == [ids[3]]
+
+
+def test_collecting_spares_the_draft_that_a_rollout_tries(registry, draft, model):
+    entries = []
+    for number in range(3):
+        entries.append(registry.add(draft, model, f"draft {number}", NOW + timedelta(seconds=number)))
+        change_weights(draft, 0.9)
+    for entry in entries[:2]:
+        registry.mark_tried(entry)
+    assert set(registry.collect(0, NOW, is_real=True)) == {entries[0].id, entries[2].id}
+    assert registry.entries() == [entries[1]]
 
 
 def test_no_draft_and_several_are_told(registry, draft, model):

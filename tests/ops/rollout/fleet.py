@@ -51,6 +51,8 @@ class FakeFleet:
         self.desired = Desired(DraftRef(None, "old"))
         self.since = 0.0
         self.unloadable: set[str] = set()
+        self.refused: set[str] = set()  # told so, once by every replica that is asked
+        self.told: set[tuple[str, str | None, float]] = set()
         self.applied: list[Desired] = []
         self.dark: tuple[float, float] = (0.0, 0.0)  # the time in which nobody answers
         self.random = random.Random(3)
@@ -78,7 +80,11 @@ class FakeFleet:
         for name, replica in self.replicas.items():
             wanted = self.wanted(name)
             if wanted not in self.unloadable and self.clock.time - self.since >= self.delay:
-                replica = dataclasses.replace(replica, digest=wanted)
+                if wanted not in self.refused:
+                    replica = dataclasses.replace(replica, digest=wanted)
+                elif (name, wanted, self.since) not in self.told:
+                    self.told.add((name, wanted, self.since))
+                    replica = dataclasses.replace(replica, num_refusals=replica.num_refusals + 1)
             window = self.window(replica.digest, seconds) if self.batch else Window(0, 0, 0, 0)
             self.replicas[name] = dataclasses.replace(
                 replica,

@@ -76,8 +76,21 @@ def test_candidates_come_from_the_registry(registry, entry, model, tmp_path):
     assert (folder / "model.safetensors").read_bytes() == (model / "draft/model.safetensors").read_bytes()
     assert folder == Path(drafts.fetch(entry.id))
     assert drafts.digest(entry.id) == entry.facts.weights_digest
+    assert registry.collect(0, datetime.now(UTC), is_real=True) == [], "a rollout tries it"
     drafts.mark_stable(entry.id)
     assert registry.collect(0, datetime.now(UTC), is_real=True) == []
+
+
+def test_a_registry_for_reading_only_still_gives_its_drafts(
+    registry, entry, model, tmp_path, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise RegistryError("cannot use the registry: read-only file system")
+
+    monkeypatch.setattr(registry, "mark_tried", refuse)
+    drafts = RegistryDrafts(registry, model, tmp_path / "cache", None)
+    assert (Path(drafts.fetch(entry.id)) / "config.json").is_file()
+    assert f"draft {entry.id} is tried: cannot use the registry: read-only" in caplog.text
 
 
 def test_replicas_are_told_where_they_see_the_registry(registry, entry, model, tmp_path):

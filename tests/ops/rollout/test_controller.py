@@ -61,6 +61,26 @@ def test_a_draft_that_replicas_cannot_load_is_rolled_back(world):
     assert "canary replica r0 serves old" in state.reason
 
 
+def test_a_refused_draft_is_not_waited_for(world):
+    world.fleet.refused.add("better")
+    world.fleet.replicas["r1"] = dataclasses.replace(world.fleet.replicas["r1"], num_refusals=3)
+    state = roll_out(world, "id-better")
+    assert (state.phase, world.fleet.digests()) == (Phase.ROLLED_BACK, {"old"})
+    assert "canary replica r0 serves old; replica r0 could not load the draft: see its log" in state.reason
+    assert world.clock.time < 2 * world.fleet.delay < PACE.follow_s
+
+
+def test_a_draft_that_one_replica_refuses_when_promoted_is_rolled_back_at_once(world):
+    controller = world.controller()
+    controller.start("id-better")
+    world.clock.sleepers.append(
+        lambda _: world.fleet.refused.add("better") if world.fleet.desired.stable.digest == "better" else None
+    )
+    state = controller.run()
+    assert (state.phase, world.fleet.digests()) == (Phase.ROLLED_BACK, {"old"})
+    assert "replica r1 could not load the draft" in state.reason
+
+
 def test_a_canary_that_is_lost_while_watching_is_an_error(world):
     world.clock.sleepers.append(
         lambda _: world.fleet.replicas.pop("r0", None) if world.clock.time > 30 else None

@@ -89,6 +89,7 @@ def page(*digests: str | None) -> str:
             f"eyas_steps_total{{{labels}}} 10.0",
             f"eyas_verification_calls_total{{{labels}}} 40.0",
             f"eyas_generation_tokens_total{{{labels}}} {90 + idx}",
+            f"eyas_draft_refusals_total{{{labels}}} {idx}",
             f"eyas_requests_running{{{labels}}} 3.0",
         ]
     return "\n".join([*lines, ""])
@@ -96,9 +97,9 @@ def page(*digests: str | None) -> str:
 
 def test_replicas_are_read_from_a_page():
     assert parse_replicas(page("0" * 64, None, "1" * 64)) == [
-        Replica("r0", "0" * 64, False, 1.5, 10, 40, 90),
-        Replica("r1", None, False, 1.5, 10, 40, 91),
-        Replica("r2", "1" * 64, True, 1.5, 10, 40, 92),
+        Replica("r0", "0" * 64, False, 1.5, 10, 40, 90, 0),
+        Replica("r1", None, False, 1.5, 10, 40, 91, 1),
+        Replica("r2", "1" * 64, True, 1.5, 10, 40, 92, 2),
     ]
 
 
