@@ -12,8 +12,8 @@ from engine import EngineFacts, MachineRates
 
 LABEL = "synthetic weights, replayed acceptance"
 METHOD = (
-    "(time of 193 tokens - time of 1 token) / 192, all requests given at once, drain included; "
-    "medians of rounds"
+    "(time of 193 tokens - time of 1 token) / 192, all requests given at once, to the last token of "
+    "the last; medians of rounds"
 )
 BASELINE = "plain decoding by the same engine in the same rounds, arms alternating ABBA"
 

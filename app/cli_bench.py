@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             engine.capture(tree, max(options.batch))
     plan = BenchPlan(prompts, options.batch, options.max_tokens, options.rounds, options.tree)
     gc.collect()
-    gc.freeze()  # as a server does: a collection that walks all that is loaded would stop some round for long
+    gc.freeze()  # as a server does: a collection that walks all that is loaded stops a round for long
     try:
         cells = measure(engine, plan, time.perf_counter)
     finally:

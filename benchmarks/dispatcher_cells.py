@@ -6,12 +6,12 @@ random pages that no prompt filled, acceptance is replayed. A round is a fixed n
 batch: in each, all modes start from the same prompts with the same seeds, in an order that alternates; trees
 that are far from the best are left out after a few rounds. Time is measured, and each call counts the tokens
 that its tree brings on average under the replayed acceptance: so chance in what was accepted is not taken for
-speed. Ratios of rounds are averaged without the highest and the lowest fifth: a machine that stands still for
-a moment says nothing about a mode. The dispatcher that learns has an engine of its own, times its steps as at
-every start, and keeps what it learnt from cell to cell; it runs for a while at each before it is measured.
-Acceptance only falls from cell to cell, since one that comes back is noticed by rare probes after a time that
-the simulation judges (`simulate_dispatcher`), and rounds before and after it have no common mean. Run, on a
-GPU:
+speed. Ratios of rounds are averaged without the highest and the lowest fifth, since a machine may stand still
+for a moment; the ratio over all rounds, with what the dispatcher loses in few of them, stands beside. The
+dispatcher that learns has an engine of its own, times its steps as at every start, and keeps what it learnt
+from cell to cell; it runs for a while at each before it is measured. Acceptance only falls from cell to cell,
+since one that comes back is noticed by rare probes after a time that the simulation judges
+(`simulate_dispatcher`), and rounds before and after it have no common mean. Run, on a GPU:
 
 python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out DIR
 """
@@ -65,7 +65,7 @@ AUTO, PLAIN = "auto", "off"
 SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance, falling
 TOKENS_PER_CALL = 2.78  # of a chain of 3, for a model whose draft is made up
 LIMIT, MAX_ERROR = 0.98, 0.003
-_MIN_ROUNDS, _MAX_ROUNDS = 4, 400
+_MIN_ROUNDS, _MAX_ROUNDS = 8, 400
 _TRIMMED = 0.2  # of the ratios, at either end
 _SCREENED_AFTER, _SCREEN = 3, 0.93  # rounds, and the share of the best below which a tree is left out then
 _SETTLING_STEPS = 300  # of the adaptive engine at the full batch of a cell, before it is measured
@@ -88,13 +88,15 @@ class Cell:
 class Result:
     """Tokens per second of each mode and the adaptive one's share of the best fixed one, with its error.
 
-    `calls` says how often the adaptive one ran each tree in the rounds.
+    `whole_ratio` is that share over all rounds, none left out; `calls` says how often the adaptive one ran
+    each tree in them.
     """
 
     cell: Cell
     best: str
     ratio: float
     standard_error: float
+    whole_ratio: float
     num_rounds: int
     arm: str
     tokens_per_second: dict[str, float]
@@ -206,10 +208,11 @@ def main() -> int:
     bench = Bench(options.model, cells, options.steps, options.block_size)
     print(f"steps timed in {bench.calibration_seconds:.1f} s; arms: {', '.join(bench.trees)}")
     print(
-        f"{'context x batch acceptance':<28} {'best fixed':>10} {'arm':>8} {'ratio':>7} {'error':>7}  rounds"
+        f"{'context x batch acceptance':<28} {'best fixed':>10} {'arm':>8} {'ratio':>7} {'error':>7}"
+        f" {'whole':>7}  rounds"
     )
     gc.collect()
-    gc.freeze()  # as a server does: a collection that walks all that is loaded would stop some round for long
+    gc.freeze()  # as a server does: a collection that walks all that is loaded stops a round for long
     results: list[Result] = []
     deadline = time.perf_counter() + options.seconds
     for idx, cell in enumerate(cells):
@@ -221,6 +224,7 @@ def main() -> int:
         results.append(found)
         print(
             f"{cell!s:<28} {found.best:>10} {found.arm:>8} {found.ratio:>7.4f} {found.standard_error:>7.4f}"
+            f" {found.whole_ratio:>7.4f}"
             f"  {found.num_rounds:>6}{'' if found.is_within else '  OUTSIDE'}",
             flush=True,
         )
@@ -333,8 +337,15 @@ def _result(
     best = max((mode for mode in means if mode != AUTO), key=means.__getitem__)
     ratios = [auto / other for auto, other in zip(rates[AUTO], rates[best], strict=True)]
     ratio, error = trimmed_mean(ratios)
+    whole_ratio = _whole_rate(rounds[AUTO], lengths) / _whole_rate(rounds[best], lengths)
     calls = sum((Counter(steps.calls) for steps in rounds[AUTO]), Counter[str]())
-    return Result(cell, best, ratio, error, len(ratios), arm, means, dict(calls))
+    return Result(cell, best, ratio, error, whole_ratio, len(ratios), arm, means, dict(calls))
+
+
+def _whole_rate(rounds: Sequence[SteadySteps], lengths: Mapping[str, float]) -> float:
+    """Return tokens per second over all rounds."""
+    tokens = sum(steps.rate(lengths) * steps.seconds for steps in rounds)
+    return tokens / sum(steps.seconds for steps in rounds)
 
 
 def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:

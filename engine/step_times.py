@@ -69,8 +69,12 @@ class StepTimes:
         """Return how many seconds more the first step over `tree` takes after `num_plain` steps of plain
         decoding than those after it; infinity where the batch does not fit.
         """
-        for topology in (plain, tree):
-            self._runner.capture(topology, range(batch, batch + 1))
+        try:
+            for topology in (plain, tree):
+                self._runner.capture(topology, range(batch, batch + 1))
+        except CaptureMemoryError as error:
+            logger.warning("catching up not timed: %s", error)
+            return math.inf
         trees = [plain] * num_plain + [tree] * (1 + self._num_steps)
         seconds = self._run(trees, batch, context)[num_plain:]
         return max(0.0, seconds[0] - statistics.median_low(seconds[1:])) if seconds else math.inf

@@ -63,6 +63,7 @@ def test_what_the_device_has_no_memory_to_capture_takes_for_ever():
 
     runner.capture = refuse
     assert math.isinf(times.time_step(1, LIBRARY.get("tree-8"), 20))
+    assert math.isinf(times.time_catch_up(LIBRARY.get("off"), LIBRARY.get("chain-1"), 6, 1))
     assert not runner.steps
 
 

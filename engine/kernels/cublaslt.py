@@ -6,6 +6,7 @@ some are faster. Which one is used is left to `layers/tuned_linear`. Constants a
 """
 
 import ctypes
+import functools
 from ctypes import byref
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 WORKSPACE_BYTES = 16 << 20
+ALIGNMENT = 256  # bytes at whose multiples the heuristic takes every matrix to begin
 _NUM_ALGORITHMS = 8  # as many as the heuristic names for these shapes
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_FLOAT32 = 68
@@ -40,7 +42,8 @@ class ProductError(RuntimeError):
 
 
 class Product:
-    """x [M, K] times W [N, K] transposed, in one pair of types, on the current device.
+    """x [M, K] times W [N, K] transposed, in one pair of types, on the current device. What it sets up is
+    kept as long as the process runs: some hundred bytes.
 
     Raises `OSError` where torch came without the library, and `ProductError` for what it does not do.
     """
@@ -48,7 +51,7 @@ class Product:
     def __init__(
         self, num_tokens: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, out_dtype: torch.dtype
     ) -> None:
-        self._library, self._handle = _open()
+        self._library, self._handle = _open(torch.cuda.current_device())
         self._sizes, self._out_dtype = (num_tokens, num_outputs, num_inputs), out_dtype
         kind, out_kind = _DATA_TYPES[dtype], _DATA_TYPES[out_dtype]
         # The library thinks in columns: there W is [K, N], to be transposed, x [K, M], and the answer [N, M].
@@ -77,6 +80,7 @@ class Product:
         alone until it is done.
         """
         num_tokens, num_outputs, num_inputs = self._sizes
+        assert x.data_ptr() % ALIGNMENT == weight.data_ptr() % ALIGNMENT == 0, "a matrix begins in between"
         assert x.shape == (num_tokens, num_inputs), f"{tuple(x.shape)} is not of {self._sizes}"
         assert weight.shape == (num_outputs, num_inputs), f"{tuple(weight.shape)} is not of {self._sizes}"
         assert x.is_contiguous(), f"rows must be contiguous, found strides {x.stride()}"
@@ -117,18 +121,14 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-_opened: tuple[ctypes.CDLL, ctypes.c_void_p] | None = None
-
-
-def _open() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """Return the library that torch has loaded, found by its name, and a handle for the process."""
-    global _opened  # noqa: PLW0603 - one handle serves all products, from any thread
-    if _opened is None:
-        assert torch.version.cuda is not None, "only CUDA has cuBLASLt"
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-        handle = ctypes.c_void_p()
-        status = library.cublasLtCreate(byref(handle))
-        if status:
-            raise ProductError(f"cublasLtCreate answered {status}")
-        _opened = (library, handle)
-    return _opened
+@functools.cache  # one handle of a device serves all products, from any thread
+def _open(device: int) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """Return the library that torch has loaded, found by its name, and a handle for the current `device`."""
+    if torch.version.cuda is None:
+        raise ProductError("this torch was built without CUDA")
+    library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    handle = ctypes.c_void_p()
+    status = library.cublasLtCreate(byref(handle))
+    if status:
+        raise ProductError(f"cublasLtCreate answered {status} on device {device}")
+    return library, handle

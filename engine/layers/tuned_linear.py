@@ -22,6 +22,7 @@ MIN_TOKENS, MAX_TOKENS = 17, 256  # outside of which the layers of a network had
 _GAIN = 0.98  # of torch's time that an algorithm may take at most: noise must not choose
 _NUM_ROUNDS = 7  # replays of each candidate
 _REPLAY_BYTES, _MIN_CALLS, _MAX_CALLS = 1 << 30, 3, 24  # of weights read in one, by so many products
+_ALIGNMENT = 256  # bytes at whose multiples matrices begin, unless they are parts of others
 _CACHE_SHARE = 1.5  # of the L2 cache that the weights of a replay exceed, as those of a network do
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (x [M, K], W [N, K]) -> x W^T [M, N]
@@ -62,7 +63,8 @@ class ProductTuner:
         num_tokens = x.shape[0]
         if num_tokens not in self._chosen and _is_choosing.get() and num_tokens in self._num_tokens:
             self._chosen[num_tokens] = self._choose(num_tokens)
-        return self._chosen.get(num_tokens, self._usual)(x, weight)
+        multiply = self._chosen.get(num_tokens, self._usual)
+        return multiply(x, weight) if x.data_ptr() % _ALIGNMENT == 0 else self._usual(x, weight)
 
     def _choose(self, num_tokens: int) -> Multiply:
         from engine.kernels.cublaslt import ProductError
@@ -74,6 +76,7 @@ class ProductTuner:
             logger.warning("products of %s are left to torch: %s", tuple(self._weights[0].shape), error)
             self._num_tokens = range(0)
             return self._usual
+        torch.cuda.empty_cache()  # what timing took is of no use to graphs, which have memory of their own
         best = min(range(len(candidates)), key=seconds.__getitem__)
         logger.debug(
             "product tokens=%d outputs=%d inputs=%d torch_us=%.1f best_us=%.1f",
@@ -156,7 +159,7 @@ def _is_tunable(linear: nn.Linear) -> bool:
 
 def _is_aligned(weight: Tensor) -> bool:
     # Rows that do not begin at multiples of 16 bytes have other algorithms than the heuristic is asked for.
-    return all(size % 8 == 0 for size in weight.shape)
+    return weight.data_ptr() % _ALIGNMENT == 0 and all(size % 8 == 0 for size in weight.shape)
 
 
 def _multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
@@ -170,7 +173,10 @@ def _time(candidates: Sequence[Multiply], num_tokens: int, weights: Sequence[Ten
     num_calls = min(max(_MIN_CALLS, _REPLAY_BYTES // weights[0].nbytes), _MAX_CALLS)
     in_turn = [*weights] * -(-num_calls // len(weights))
     memory_pool = torch.cuda.graph_pool_handle()  # all answers go to the same memory
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream(device)
+    # Nothing is captured on the default stream; each further stream costs cuBLAS a workspace of its own.
+    is_default = current == torch.cuda.default_stream(device)
+    stream = torch.cuda.Stream(device) if is_default else current  # type: ignore[no-untyped-call]
 
     def record(multiply: Multiply) -> torch.cuda.CUDAGraph:
         multiply(x, weights[0])  # sets up what must not be set up while a graph is captured
@@ -186,11 +192,11 @@ def _time(candidates: Sequence[Multiply], num_tokens: int, weights: Sequence[Ten
         graph.replay()
         return graph
 
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         graphs = [record(multiply) for multiply in candidates]
         times = [[_seconds(graph) for graph in graphs] for _ in range(_NUM_ROUNDS)]
-    torch.cuda.current_stream(device).wait_stream(stream)
+    current.wait_stream(stream)
     return [statistics.median(found) / len(in_turn) for found in zip(*times, strict=True)]
 
 

@@ -10,9 +10,9 @@ from engine.model.config import ModelConfig
 from engine.tree.topology import MAX_NODES
 
 _CUDA_SHARE = 0.85  # of the memory that is free once the weights are loaded; the rest is for activations
-# Room for the widest step of all rows, its float32 logits and what warping makes of them, as far as half of
-# the free memory goes: steps that find no room are not captured, and the dispatcher goes without them.
-_NUM_LOGIT_COPIES = 3
+# Room for the widest step of all rows, its float32 logits and what warping makes of them, as far as that
+# leaves most to the cache: steps that find no room are not captured, and the dispatcher goes without them.
+_NUM_LOGIT_COPIES, _LEAST_CUDA_SHARE = 3, 0.7
 _GIB = 1 << 30
 
 
@@ -33,8 +33,10 @@ def plan_num_blocks(
     num_bytes = int(config.memory_gib * _GIB)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        logits = config.max_num_seqs * MAX_NODES * model.vocab_size * torch.float32.itemsize
-        num_bytes = min(int(free * _CUDA_SHARE), max(free - _NUM_LOGIT_COPIES * logits, free // 2))
+        num_nodes = config.max_num_seqs * (1 if draft is None else MAX_NODES)
+        logits = num_nodes * model.vocab_size * torch.float32.itemsize
+        least, most = int(free * _LEAST_CUDA_SHARE), int(free * _CUDA_SHARE)
+        num_bytes = min(max(free - _NUM_LOGIT_COPIES * logits, least), most)
     block_size = config.device_sizes(device.type == "cuda").block_size
     per_block = bytes_per_block(block_size, model, draft, dtype)
     num_blocks = num_bytes // per_block

@@ -23,7 +23,7 @@ STABLE, TRIED = "stable.json", "tried.json"  # ids by base model, the newest fir
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 UPLOAD_TIME = timedelta(hours=1)  # what lies without an entry for longer was given up
 NUM_STABLE = 2  # the one that serves and the one before it, to go back to
-NUM_TRIED = 1  # a base model has one rollout at a time
+NUM_TRIED = 4  # of a base model: several fleets may have a rollout each
 
 
 class Registry:
@@ -105,12 +105,12 @@ class Registry:
         self._mark(STABLE, entry, NUM_STABLE)
 
     def mark_tried(self, entry: DraftEntry) -> None:
-        """Remember that a rollout tries `entry`; until the next one tries another it outlives `collect`."""
+        """Remember that a rollout tries `entry`; the last few that were tried outlive `collect`."""
         self._mark(TRIED, entry, NUM_TRIED)
 
     def collect(self, num_kept: int, now: datetime, is_real: bool) -> list[str]:
         """Remove and return the ids of drafts beyond the newest `num_kept` of a base model, but for stable
-        ones and the one last tried, and of uploads that were given up. Without `is_real` nothing is removed.
+        ones and those last tried, and of uploads that were given up. Without `is_real` nothing is removed.
         """
         marked = (self._marked(STABLE), self._marked(TRIED))
         kept = {one for ids_by_base in marked for ids in ids_by_base.values() for one in ids}

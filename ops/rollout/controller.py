@@ -199,24 +199,31 @@ class Controller:
 
     def _roll_back(self, kept: Kept) -> RolloutState:
         state = kept.state
-        left = self._apply(kept, Desired(state.stable), _others(state.stable.digest))
+        left = self._apply(kept, Desired(state.stable), _others(state.stable.digest), is_back=True)
         if left:
             raise RolloutError(f"rolling back: {'; '.join(left)}; run eyas rollout abort again")
         return state.to(Phase.ROLLED_BACK, state.reason)
 
     def _apply(
-        self, kept: Kept, desired: Desired, problems: Callable[[Sequence[Replica]], tuple[str, ...]]
+        self,
+        kept: Kept,
+        desired: Desired,
+        problems: Callable[[Sequence[Replica]], tuple[str, ...]],
+        *,
+        is_back: bool = False,
     ) -> tuple[str, ...]:
-        """Ask for `desired` and wait; return what is left of `problems` when the time is over, or once a
-        replica has refused to load a draft.
+        """Ask for `desired` and wait; return what is left of `problems` when the time is over, or, unless the
+        fleet goes back, once a replica is seen to refuse a draft. A process that takes a rollout up after the
+        refusal sees none, and waits.
         """
         self._check_current(kept)
-        before = self._seen  # not looked for now: going back must not wait for a fleet that cannot be seen
+        before = self._seen
         self._patiently(kept, lambda: self._target.apply(desired))
         deadline = self._clock.now() + self._pace.follow_s
         while left := problems(self._observe(kept)):
             before = before or self._seen
-            refusals = new_refusals(before, self._seen)
+            # Replicas that go back may still be refusing the draft that they leave.
+            refusals = () if is_back else new_refusals(before, self._seen)
             if refusals or self._clock.now() >= deadline:
                 return (*left, *refusals)
             self._clock.sleep(self._pace.poll_s)

@@ -23,8 +23,8 @@ COUNTERS = (
     "eyas_steps_total",
     "eyas_verification_calls_total",
     "eyas_generation_tokens_total",
-    "eyas_draft_refusals_total",
 )
+REFUSALS = "eyas_draft_refusals_total"  # replicas of an older image have none
 OUR_KEYS = ("draft", "draft_digest", "canary_draft", "canary_draft_digest", "canary_replicas")
 NUM_ATTEMPTS = 5  # of a change that others' changes get in the way of
 
@@ -100,15 +100,20 @@ def parse_replicas(text: str) -> list[Replica]:
         names = sorted(one.labels["replica"] for one in samples if one.name == INFO)
         digests = {one.labels["replica"]: one.labels["draft_digest"] for one in samples if one.name == DRAFT}
         off = {one.labels["replica"] for one in samples if one.name == GIVEN_UP and one.value}
-        counts = {(one.labels["replica"], one.name): one.value for one in samples if one.name in COUNTERS}
+        counts = {
+            (one.labels["replica"], one.name): one.value
+            for one in samples
+            if one.name in (*COUNTERS, REFUSALS)
+        }
         return [_replica(name, digests.get(name), name in off, counts) for name in names]
     except (KeyError, ValueError) as error:
         raise RolloutError(f"the metrics page is not that of Eyas: {error!r}") from error
 
 
 def _replica(name: str, digest: str | None, is_off: bool, counts: Mapping[tuple[str, str], float]) -> Replica:
-    seconds, *others = (counts[name, counter] for counter in COUNTERS)
-    return Replica(name, digest, is_off, seconds, *map(int, others))
+    seconds, steps, calls, tokens = (counts[name, counter] for counter in COUNTERS)
+    refusals = int(counts.get((name, REFUSALS), 0))
+    return Replica(name, digest, is_off, seconds, int(steps), int(calls), int(tokens), refusals)
 
 
 def _keys(name: str, draft: DraftRef) -> dict[str, str]:

@@ -163,6 +163,17 @@ def test_a_head_chooses_for_one_token_as_well(monkeypatch):
     assert not odd.tuner._chosen
 
 
+@torch.inference_mode()
+def test_tokens_that_are_part_of_others_are_left_to_torch():
+    network = build_layers(1, 64, 64)
+    tune_linears(network)
+    x = torch.randn(33, 64, device=DEVICE, dtype=torch.bfloat16)
+    with choosing():
+        network(x[:32])
+    network[0].tuner._chosen[32] = None  # which nobody could call
+    assert torch.equal(network(x[1:]), F.linear(x[1:], network[0].weight))
+
+
 def test_layers_with_a_bias_or_in_float32_or_trained_stay_as_they_are():
     layers = [
         nn.Linear(64, 64, device=DEVICE, dtype=torch.bfloat16),

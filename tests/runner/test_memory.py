@@ -62,17 +62,18 @@ def test_cuda_takes_most_of_what_the_weights_left_free(monkeypatch):
 
 def test_cuda_leaves_room_for_the_widest_step_of_all_rows(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    config = EngineConfig(model=Path("unread"), max_num_seqs=1024)
-    num_blocks = plan_num_blocks(config, MODEL, None, torch.bfloat16, torch.device("cuda"))
-    num_bytes = num_blocks * bytes_per_block(64, MODEL, None, torch.bfloat16)
-    left = 3 * 1024 * 64 * MODEL.vocab_size * 4  # copies, rows, nodes, tokens, bytes
-    assert left > 0.15 * GIB
-    assert GIB - left - (1 << 20) < num_bytes <= GIB - left
-    config = EngineConfig(
-        model=Path("unread"), max_num_seqs=1 << 20
-    )  # more than there is: half is kept for pages
-    num_blocks = plan_num_blocks(config, MODEL, None, torch.bfloat16, torch.device("cuda"))
-    assert GIB // 2 - (1 << 20) < num_blocks * bytes_per_block(64, MODEL, None, torch.bfloat16) <= GIB // 2
+
+    def num_bytes(num_rows, draft):
+        config = EngineConfig(model=Path("unread"), max_num_seqs=num_rows)
+        num_blocks = plan_num_blocks(config, MODEL, draft, torch.bfloat16, torch.device("cuda"))
+        return num_blocks * bytes_per_block(64, MODEL, draft, torch.bfloat16)
+
+    draft, slack = make_draft_config(), 1 << 20
+    num_rows = int(0.2 * GIB) // (3 * 64 * MODEL.vocab_size * 4)  # copies, nodes, tokens, bytes
+    assert 0.8 * GIB - slack < num_bytes(num_rows, draft) <= 0.8 * GIB + slack
+    assert 0.85 * GIB - slack < num_bytes(num_rows, None) <= 0.85 * GIB, "without a draft a row has one node"
+    # More than there is: most is kept for the cache.
+    assert 0.7 * GIB - slack < num_bytes(1 << 20, draft) <= 0.7 * GIB
 
 
 def test_a_device_without_memory_for_two_blocks_is_refused(monkeypatch):

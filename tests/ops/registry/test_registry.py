@@ -203,15 +203,15 @@ def test_collecting_spares_the_newest_the_stable_ones_and_uploads(registry, draf
     assert registry.collect(1, now + timedelta(hours=2), is_real=True) == [ids[3]]
 
 
-def test_collecting_spares_the_draft_that_a_rollout_tries(registry, draft, model):
+def test_collecting_spares_the_drafts_that_rollouts_try(registry, draft, model):
     entries = []
-    for number in range(3):
+    for number in range(6):
         entries.append(registry.add(draft, model, f"draft {number}", NOW + timedelta(seconds=number)))
         change_weights(draft, 0.9)
-    for entry in entries[:2]:
+    for entry in entries[:5]:
         registry.mark_tried(entry)
-    assert set(registry.collect(0, NOW, is_real=True)) == {entries[0].id, entries[2].id}
-    assert registry.entries() == [entries[1]]
+    assert set(registry.collect(0, NOW, is_real=True)) == {entries[0].id, entries[5].id}
+    assert registry.entries() == entries[1:5]
 
 
 def test_no_draft_and_several_are_told(registry, draft, model):

@@ -81,6 +81,23 @@ def test_a_draft_that_one_replica_refuses_when_promoted_is_rolled_back_at_once(w
     assert "replica r1 could not load the draft" in state.reason
 
 
+def test_a_replica_that_refuses_while_the_fleet_goes_back_does_not_end_that(world):
+    controller = world.controller()
+    controller.start("id-better")
+
+    def refuse_late(_: float) -> None:
+        fleet = world.fleet
+        if fleet.desired.stable.digest == "better":
+            fleet.refused.add("better")
+        elif "better" in fleet.refused and world.clock.time - fleet.since == 1.0:
+            fleet.replicas["r1"] = dataclasses.replace(fleet.replicas["r1"], num_refusals=2)
+
+    world.clock.sleepers.append(refuse_late)
+    state = controller.run()
+    assert (state.phase, world.fleet.digests()) == (Phase.ROLLED_BACK, {"old"})
+    assert world.fleet.replicas["r1"].num_refusals == 2
+
+
 def test_a_canary_that_is_lost_while_watching_is_an_error(world):
     world.clock.sleepers.append(
         lambda _: world.fleet.replicas.pop("r0", None) if world.clock.time > 30 else None

@@ -103,6 +103,11 @@ def test_replicas_are_read_from_a_page():
     ]
 
 
+def test_a_replica_of_an_older_image_has_refused_nothing():
+    text = "\n".join(line for line in page("0" * 64, None).splitlines() if "refusals" not in line)
+    assert [replica.num_refusals for replica in parse_replicas(text + "\n")] == [0, 0]
+
+
 @pytest.mark.parametrize("text", ["<html><body>", 'eyas_engine_info{replica="r0",draft_digest=""} 1'])
 def test_a_page_that_is_not_ours_is_told(text):
     with pytest.raises(RolloutError, match="not that of Eyas"):
