@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.bench_cells import LONG, ArmResult, Cell, Effort, measure_cell
+from app.offline import frozen_heap
 from engine import (
     CapacityError,
     EngineConfig,
@@ -106,11 +107,8 @@ class SyntheticBench:
         now = self._clock()
         deadline = now + max(0.0, self._deadline - now) / (num_left + 1)
         effort = Effort(self._plan.rounds, deadline, self._plan.is_traced)
-        gc.freeze()  # as a server does: a collection that walks all that is loaded stops a round for long
-        try:
+        with frozen_heap():
             arms = measure_cell(bench, cell, self.rates, effort, self._clock)
-        finally:
-            gc.unfreeze()
         return CellResult(cell, tuple(arms), bench.checksum())
 
     def open(self, cell: Cell, fitting: Sequence[Cell]) -> SyntheticEngine:

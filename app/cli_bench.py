@@ -5,7 +5,6 @@ The measuring is left to `bench`.
 
 import argparse
 import dataclasses
-import gc
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from app.bench import PLAIN, BenchPlan, Cell, measure
 from app.bench_prompts import bench_prompts
 from app.local_model import LocalModel, check_length
 from app.machine import describe_machine
+from app.offline import frozen_heap
 from app.prompt_file import read_chats
 from engine import MAX_GAP, ConfigError, EngineConfig, EngineFacts, NearTies, StepError
 
@@ -98,12 +98,8 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         if tree != AUTO_TREE:
             engine.capture(tree, max(options.batch))
     plan = BenchPlan(prompts, options.batch, options.max_tokens, options.rounds, options.tree)
-    gc.collect()
-    gc.freeze()  # as a server does: a collection that walks all that is loaded stops a round for long
-    try:
+    with frozen_heap():
         cells = measure(engine, plan, time.perf_counter)
-    finally:
-        gc.unfreeze()
     identity = judge(cells, facts, lambda: NearTies(model.config.model))
     report = (
         _json_report(plan, facts, cells, identity) if options.json else table(plan, facts, cells, identity)

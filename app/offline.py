@@ -3,7 +3,9 @@
 What is measured on it is left to `bench` and `evaluation`.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +47,19 @@ def run_to_end(
         token_ids[delta.request_id] += delta.token_ids
         num_calls[delta.request_id] = delta.num_calls
     return [Completion(tuple(token_ids[key]), num_calls[key]) for key in token_ids]
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keep collections of garbage from what is loaded by now, as a server does: one that walks all of it
+    would stop a measurement for long.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def deltas(engine: StepEngine) -> Iterator[SequenceDelta]:

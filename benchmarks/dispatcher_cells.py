@@ -17,7 +17,6 @@ python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out D
 """
 
 import argparse
-import gc
 import json
 import random
 import statistics
@@ -32,6 +31,7 @@ import torch
 
 from app.drafts import SHIPPED_DRAFTS
 from app.machine import describe_machine
+from app.offline import frozen_heap
 from benchmarks.ranked_replay import RankedReplay
 from benchmarks.steady_steps import SteadySteps, most_tokens, time_steps
 from engine import (
@@ -211,13 +211,12 @@ def main() -> int:
         f"{'context x batch acceptance':<28} {'best fixed':>10} {'arm':>8} {'ratio':>7} {'error':>7}"
         f" {'whole':>7}  rounds"
     )
-    gc.collect()
-    gc.freeze()  # as a server does: a collection that walks all that is loaded stops a round for long
     results: list[Result] = []
     deadline = time.perf_counter() + options.seconds
     for idx, cell in enumerate(cells):
         now = time.perf_counter()
-        found = bench.measure(cell, now + (deadline - now) / (len(cells) - idx))
+        with frozen_heap():
+            found = bench.measure(cell, now + (deadline - now) / (len(cells) - idx))
         if found is None:
             left_out.append(cell)
             continue
