@@ -262,7 +262,8 @@ async def test_core_that_dies_or_hangs_ends_its_streams_with_one_error_and_is_re
     core = core_of(server.process.pid)
     async with httpx.AsyncClient(timeout=60) as client:
         pieces = []
-        async for piece in stream_pieces(client, server.url, stream_body(1, max_tokens=1000)):
+        # Seconds of work, so that it is under way however late this process is told of the third piece.
+        async for piece in stream_pieces(client, server.url, stream_body(1, max_tokens=1000, n=16)):
             pieces.append(piece)
             if len(pieces) == 3:
                 os.kill(core, number)
