@@ -4,14 +4,15 @@ A cell is a context, a batch and an acceptance: the profile of a draft, or half 
 the sizes of a published model and random weights (for SmolLM2 the draft is the shipped one), contexts are
 random pages that no prompt filled, acceptance is replayed. A round is a fixed number of steps of the full
 batch: in each, all modes start from the same prompts with the same seeds, in an order that alternates; trees
-that are far from the best are left out after a few rounds. Time is measured, and each call counts the tokens
-that its tree brings on average under the replayed acceptance: so chance in what was accepted is not taken for
-speed. Ratios of rounds are averaged without the highest and the lowest fifth, since a machine may stand still
-for a moment; the ratio over all rounds, with what the dispatcher loses in few of them, stands beside. The
-dispatcher that learns has an engine of its own, times its steps as at every start, and keeps what it learnt
-from cell to cell; it runs for a while at each before it is measured. Acceptance only falls from cell to cell,
-since one that comes back is noticed by rare probes after a time that the simulation judges
-(`simulate_dispatcher`), and rounds before and after it have no common mean. Run, on a GPU:
+that are far from the best are left out after a few rounds, those that surely are not the best after some
+more. Time is measured, and each call counts the tokens that its tree brings on average under the replayed
+acceptance: so chance in what was accepted is not taken for speed. Ratios of rounds are averaged without the
+highest and the lowest fifth, since a machine may stand still for a moment; the ratio over all rounds, with
+what the dispatcher loses in few of them, stands beside. The dispatcher that learns has an engine of its own,
+times its steps as at every start, and keeps what it learnt from cell to cell; it runs for a while at each
+before it is measured. Acceptance only falls from cell to cell, since one that comes back is noticed by rare
+probes after a time that the simulation judges (`simulate_dispatcher`), and rounds before and after it have no
+common mean. Run, on a GPU:
 
 python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out DIR
 """
@@ -65,9 +66,12 @@ AUTO, PLAIN = "auto", "off"
 SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance, falling
 TOKENS_PER_CALL = 2.78  # of a chain of 3, for a model whose draft is made up
 LIMIT, MAX_ERROR = 0.98, 0.003
-_MIN_ROUNDS, _MAX_ROUNDS = 8, 400
+_MIN_ROUNDS, _MAX_ROUNDS = 16, 400
 _TRIMMED = 0.2  # of the ratios, at either end
-_SCREENED_AFTER, _SCREEN = 3, 0.93  # rounds, and the share of the best below which a tree is left out then
+# Rounds, and the share of the best below which a tree is left out then; later one that is surely worse, by so
+# many standard errors.
+_SCREENED_AFTER, _SCREEN = 3, 0.93
+_SURE_AFTER, _SURE = 8, 3.0
 _SETTLING_STEPS = 300  # of the adaptive engine at the full batch of a cell, before it is measured
 _DEVICE_SHARE = 0.8  # of the free memory that a cell may be predicted to need
 _MAX_DEPTH = SpeculationConfig().feature_window - 1
@@ -153,8 +157,7 @@ class Bench:
                 break
             for mode in list(rounds) if round_idx % 2 else list(rounds)[::-1]:
                 rounds[mode].append(self._run(prompts, mode, round_idx))
-            if round_idx == _SCREENED_AFTER:
-                rounds = _screened(rounds, lengths)
+            rounds = _screened(rounds, lengths)
             error = _result(cell, rounds, lengths, "").standard_error
             if round_idx >= _MIN_ROUNDS and error <= 0.9 * MAX_ERROR:
                 break
@@ -321,10 +324,25 @@ def _rates(
 def _screened(
     rounds: dict[str, list[SteadySteps]], lengths: Mapping[str, float]
 ) -> dict[str, list[SteadySteps]]:
-    """Leave out the fixed trees that cannot be the best."""
-    means = {mode: trimmed_mean(found)[0] for mode, found in _rates(rounds, lengths).items()}
-    best = max(mean for mode, mean in means.items() if mode != AUTO)
-    return {mode: found for mode, found in rounds.items() if mode == AUTO or means[mode] >= _SCREEN * best}
+    """Leave out the fixed trees that are not the best, so that the time goes to those that may be."""
+    rates = _rates(rounds, lengths)
+    best = _best_fixed(rates)
+
+    def may_be_best(mode: str) -> bool:
+        share, error = trimmed_mean(
+            [one / other for one, other in zip(rates[mode], rates[best], strict=True)]
+        )
+        if len(rates[best]) >= _SURE_AFTER and share + _SURE * error < 1.0:
+            return False
+        return len(rates[best]) != _SCREENED_AFTER or share >= _SCREEN
+
+    return {mode: found for mode, found in rounds.items() if mode in (AUTO, best) or may_be_best(mode)}
+
+
+def _best_fixed(rates: Mapping[str, Sequence[float]]) -> str:
+    """Return the fixed mode with the highest mean rate."""
+    fixed = [mode for mode in rates if mode != AUTO]
+    return max(fixed, key=lambda mode: trimmed_mean(rates[mode])[0])
 
 
 def _result(
@@ -333,7 +351,7 @@ def _result(
     """Hold the adaptive mode against the fixed one that was best over all rounds."""
     rates = _rates(rounds, lengths)
     means = {mode: trimmed_mean(found)[0] for mode, found in rates.items()}
-    best = max((mode for mode in means if mode != AUTO), key=means.__getitem__)
+    best = _best_fixed(rates)
     ratios = [auto / other for auto, other in zip(rates[AUTO], rates[best], strict=True)]
     ratio, error = trimmed_mean(ratios)
     whole_ratio = _whole_rate(rounds[AUTO], lengths) / _whole_rate(rounds[best], lengths)

@@ -14,7 +14,7 @@ from benchmarks.dispatcher_world import Process, SimulatedRow, World, stats_of
 from engine.batch import Load
 from engine.config import SpeculationConfig
 from engine.dispatcher.acceptance import PRIOR_STRENGTH
-from engine.dispatcher.adaptive import AdaptiveDispatcher
+from engine.dispatcher.adaptive import _MIN_PLAIN_RUN, AdaptiveDispatcher
 from engine.dispatcher.latency import PLAIN, LatencyTable
 from engine.dispatcher.static import StaticDispatcher
 from engine.request import SamplingParams
@@ -85,6 +85,7 @@ class Simulation:
         self._num_requests = 0
         self._trees = {tree.name: tree for tree in world.arms}
         self._late: deque[StepStats] = deque()
+        self._num_plain_run = 0
 
     def run(self, num_steps: int, start: int = 0) -> Outcome:
         """Run `num_steps` steps, of which those before `start` are not counted."""
@@ -96,11 +97,12 @@ class Simulation:
             tree = self._dispatcher.choose(load)
             if self._late:
                 self._dispatcher.observe(self._late.popleft())
+            extra = self._catch_up_seconds(tree, load)
             if step >= start:
-                self._score(outcome, tree, load, step)
+                self._score(outcome, tree, load, step, extra)
                 outcome.num_probe_steps += tree.name != self._dispatcher.held
                 outcome.switches += [step] if self._dispatcher.held != held else []
-            self._late.append(self._execute(tree, load, step))
+            self._late.append(self._execute(tree, load, step, extra))
         return outcome
 
     def _admit(self, batch: int) -> None:
@@ -117,7 +119,14 @@ class Simulation:
     def _load(self) -> Load:
         return Load(len(self._rows), 0, NUM_BLOCKS, sum(row.context for row in self._rows))
 
-    def _score(self, outcome: Outcome, tree: TreeTopology, load: Load, step: int) -> None:
+    def _catch_up_seconds(self, tree: TreeTopology, load: Load) -> float:
+        """Return what this step takes more since the draft missed the steps before it."""
+        num_missed = self._num_plain_run
+        self._num_plain_run = 0 if tree.num_drafts else num_missed + 1
+        is_behind = tree.num_drafts > 0 and num_missed >= _MIN_PLAIN_RUN
+        return self._world.table.catch_up_seconds(load.num_running) if is_behind else 0.0
+
+    def _score(self, outcome: Outcome, tree: TreeTopology, load: Load, step: int, extra: float) -> None:
         batch, num_cached = load.num_running, load.num_cached_tokens
         tokens = {
             name: self._acceptance.expected(self._rows, other, step) for name, other in self._trees.items()
@@ -125,7 +134,7 @@ class Simulation:
         seconds = {name: self._world.seconds(name, batch, num_cached) for name in self._trees}
         best = max(tokens, key=lambda name: tokens[name] / seconds[name])
         outcome.tokens += tokens[tree.name]
-        outcome.seconds += seconds[tree.name]
+        outcome.seconds += seconds[tree.name] + extra
         outcome.oracle_tokens += tokens[best]
         outcome.oracle_seconds += seconds[best]
         outcome.plain_tokens += batch
@@ -133,14 +142,14 @@ class Simulation:
         outcome.steps_by_arm[tree.name] += 1
         outcome.oracle_by_arm[best] += 1
 
-    def _execute(self, tree: TreeTopology, load: Load, step: int) -> StepStats:
+    def _execute(self, tree: TreeTopology, load: Load, step: int, extra: float) -> StepStats:
         rows = []
         for row in self._rows:
             verdict = self._acceptance.verify(row, tree, step, self._source)
             rows.append(stats_of(row, tree, verdict))
             row.context += len(verdict[0]) + 1
             row.num_left -= len(verdict[0]) + 1
-        seconds = self._world.seconds(tree.name, load.num_running, load.num_cached_tokens)
+        seconds = self._world.seconds(tree.name, load.num_running, load.num_cached_tokens) + extra
         seconds *= self._source.lognormvariate(0.0, JITTER)
         return StepStats(step, load, tuple(rows), 0, seconds)
 

@@ -126,6 +126,21 @@ def collapse(batches: tuple[int, ...] = (1, 16, 64)) -> Iterator[Scenario]:
             )
 
 
+def halved(batches: tuple[int, ...] = (1, 16, 64)) -> Iterator[Scenario]:
+    """Yield drafts that are half as often right after 1,500 steps; what follows the next 300 is limited."""
+    half = tuple(tuple(0.5 * p for p in ranks) for ranks in DEFAULT_PROFILE)
+    for batch in batches:
+        yield Scenario(
+            f"halved batch {batch}",
+            h200_world(),
+            lambda: Acceptance(lambda step: DEFAULT_PROFILE if step < 1500 else half),
+            at_batch(batch),
+            3500,
+            Limits(0.02),
+            1800,
+        )
+
+
 def ramp() -> Scenario:
     """Return a batch that doubles every 188 steps to 256, and falls as it rose."""
     traffic = Traffic(lambda step: max(1, min(256, round(2 ** (8 * (1 - abs(step / 1500 - 1)))))))
@@ -197,7 +212,7 @@ def main() -> int:
     options = parser.parse_args()
     summaries = []
     print(f"{'scenario':32} table   regret  worst   over plain  worst  switches  probes", file=sys.stderr)
-    for scenario in (*stationary(), *collapse(), ramp(), *others()):
+    for scenario in (*stationary(), *collapse(), *halved(), ramp(), *others()):
         for table_error in TABLE_ERRORS:
             is_limited = scenario.limits != FREE
             num_seeds = options.seeds if is_limited else max(1, options.seeds // 4)

@@ -31,6 +31,7 @@ _SETTLING = 128  # steps at a load within which trees are timed before an arm is
 _AMORTISED = 64  # steps over which catching up counts
 _ALARM, _ALARM_OFF = 10.0, 5.0  # nats, speculating and not: there, one wrong alarm costs little
 _MIN_PLAIN_RUN = 2  # plain steps after which the draft has to catch up
+_LONG_PLAIN_RUN = 16  # plain steps after which it has to catch up with about as much as it ever looks back
 
 
 class AdaptiveDispatcher:
@@ -73,7 +74,7 @@ class AdaptiveDispatcher:
         self._arrived_at = 0  # the step at which it was
         self._is_urgent, self._is_broken = True, False
         self._leader, self._num_leading = PLAIN, 0
-        self._switched_at: deque[int] = deque()  # steps of recent changes at one load
+        self._switched_at: deque[int] = deque()  # steps of recent changes at one load and acceptance
         self._num_plain_run = 0  # plain steps observed in a row
         self._num_switches = 0
         self._state: DispatchState | None = None
@@ -135,6 +136,7 @@ class AdaptiveDispatcher:
         threshold = (_ALARM_OFF if is_off else _ALARM) + math.log(stats.num_rows)
         if self._acceptance.observe(stats.rows, threshold):
             self._is_urgent = self._is_broken = True
+            self._switched_at.clear()  # they were changes among rates that are no more
             self._prober.hurry()
         name = self._totals.observe(stats)
         if name is not None:
@@ -161,6 +163,8 @@ class AdaptiveDispatcher:
         is_catching_up = name != PLAIN and self._num_plain_run >= _MIN_PLAIN_RUN
         if not is_catching_up:
             self._latency.observe(name, batch, num_cached, stats.seconds)
+        elif self._num_plain_run >= _LONG_PLAIN_RUN:
+            self._latency.observe_catch_up(name, batch, num_cached, stats.seconds)
         is_judged = name == self._held != PLAIN and not self._is_fixed
         if not is_judged or not self._latency.is_measured(PLAIN, batch):
             return
@@ -182,7 +186,8 @@ class AdaptiveDispatcher:
         elif is_new_load:
             self._num_probe_steps = 0
         if not self._num_probe_steps:
-            self._probe = self._prober.plan(now, self._held, self._step)
+            catch_up = self._latency.catch_up_seconds(now.plain.batch)
+            self._probe = self._prober.plan(now, self._held, self._step, catch_up)
             self._num_probe_steps = self._probe.num_steps if self._probe else 0
         known = self._acceptance.estimate(None)
         self._state = DispatchState(self._step, now, choice, self._probe, known.profile, known.num_nodes)
@@ -220,7 +225,7 @@ class AdaptiveDispatcher:
             seconds = UNREACHABLE
         catch_up = 0.0
         if tree.num_drafts and self._held == PLAIN:
-            catch_up = self._latency.table.catch_up_seconds(batch) / _AMORTISED
+            catch_up = self._latency.catch_up_seconds(batch) / _AMORTISED
         prospect = self._acceptance.prospect(tree)
         return ArmEstimate(
             name=tree.name,

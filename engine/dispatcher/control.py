@@ -14,7 +14,7 @@ DEVIATIONS = 1.0  # standard errors that a tree's tokens may be off: beyond them
 LEAVING = 2.0  # the same for a tree that is held: it is left when sure to lose, since evidence ends with it
 OPTIMISM = 2.5  # standard errors added to a tree's tokens for what it may turn out to bring
 GAIN = 0.01  # a change at the same load must promise this much
-MAX_SWITCHES = 3  # recent ones after which the arm is held at the same load, unless it loses
+MAX_SWITCHES = 3  # recent ones after which the arm is held at the same load, unless it is sure to be worse
 PATIENCE = 3  # decisions in a row that must agree before a more expensive tree is taken
 
 
@@ -80,9 +80,10 @@ class Situation:
 
     `arms` lists plain decoding first. `held` is the arm in use. `is_new_load` says that the batch moved to
     another bucket since the last decision. `leader` was the best arm in the last `num_leading` decisions.
-    `num_switches` counts changes at the same load in the last 1,000 steps. `is_settled` says that trees had
-    time to be timed at this load. `num_blocked` is for how many more steps the watchdog forbids speculation.
-    `is_broken` says that acceptance broke since the last decision. `max_seconds` caps the step.
+    `num_switches` counts changes at the same load and acceptance in the last 1,000 steps. `is_settled` says
+    that trees had time to be timed at this load. `num_blocked` is for how many more steps the watchdog
+    forbids speculation. `is_broken` says that acceptance broke since the last decision. `max_seconds` caps
+    the step.
     """
 
     arms: tuple[ArmEstimate, ...]
@@ -119,9 +120,9 @@ def choose_arm(situation: Situation) -> Choice:
     A tree may be taken where it is sure to beat plain decoding, and held until it is sure not to. The best of
     the trees that may run leads by its expected rate, else plain decoding does. At a new load the leader is
     taken at once; at the same load a cheaper leader is taken at once, a more expensive one after `PATIENCE`
-    decisions, either only for a gain and not after too many switches. A held tree that is sure to lose to
-    plain decoding is always left. Once the arm was changed at this load, what is known of single requests no
-    longer counts: they come and go.
+    decisions, either only for a gain, after too many switches only for one that is sure. A held tree that is
+    sure to lose to plain decoding is always left. Once the arm was changed at this load, what is known of
+    single requests no longer counts: they come and go.
     """
     now = settle(situation) if situation.num_switches else situation
     plain = now.plain
@@ -175,7 +176,7 @@ def _switch_or_hold(now: Situation, held: ArmEstimate, leader: ArmEstimate) -> C
         return Choice(held.name, reason, leader.name)
     if not now.is_settled and _is_timing(now, held, leader):
         return Choice(held.name, Reason.TIMING, leader.name)
-    if now.num_switches >= MAX_SWITCHES:
+    if now.num_switches >= MAX_SWITCHES and leader.rate - leader.doubt < (1.0 + GAIN) * held.rate:
         return Choice(held.name, Reason.TOO_MANY, leader.name)
     if leader.seconds < held.seconds:
         return Choice(leader.name, Reason.CHEAPER, leader.name)

@@ -17,6 +17,7 @@ _MIN_SAMPLES = 3
 _MAX_SAMPLES = 32  # of the running mean, so that it follows slow changes
 _MAX_SURPRISE = 0.3  # by which one step may differ from the mean before it is cut: hiccups
 _STALE_AFTER = 512  # steps
+_MAX_CATCH_UPS = 8  # of the running mean of what catching up takes
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class LatencyModel:
     def __init__(self, table: LatencyTable) -> None:
         self.table = table
         self._ratios: dict[str, dict[int, _Ratio]] = {arm.name: {} for arm in table.arms}
+        self._catch_up: dict[int, tuple[float, int]] = {}  # by measured batch: mean seconds, samples in it
         self._whole: float | None = 0.0  # None where a step has changed it
         self._step = 0
 
@@ -61,6 +63,24 @@ class LatencyModel:
         ratio = self._ratios[name].setdefault(self.table.bucket(batch), _Ratio())
         ratio.observe(math.log(seconds / expected), self._step)
         self._whole = None
+
+    def observe_catch_up(self, name: str, batch: int, num_cached: int, seconds: float) -> None:
+        """Learn from the first step over a tree after long plain decoding; what is over twice such a step
+        is cut.
+        """
+        expected = self.seconds(name, batch, num_cached)
+        if seconds <= 0.0 or math.isinf(expected):
+            return
+        extra = min(max(0.0, seconds - expected), expected)
+        bucket = self.table.bucket(batch)
+        mean, num_samples = self._catch_up.get(bucket, (self.table.catch_up_seconds(batch), 1))
+        num_samples = min(num_samples + 1, _MAX_CATCH_UPS)
+        self._catch_up[bucket] = (mean + (extra - mean) / num_samples, num_samples)
+
+    def catch_up_seconds(self, batch: int) -> float:
+        """Return what the first step over a tree after plain decoding takes more than those after it."""
+        known = self._catch_up.get(self.table.bucket(batch))
+        return self.table.catch_up_seconds(batch) if known is None else known[0]
 
     def seconds(self, name: str, batch: int, num_cached: float) -> float:
         """Return the seconds that a step is expected to take; infinity where it cannot run."""

@@ -63,15 +63,17 @@ class Prober:
         """Forget that probes taught nothing: things changed."""
         self._patience = 1
 
-    def plan(self, now: Situation, held: str, step: int) -> Probe | None:
-        """Return the probe to begin at `step`, if one is due, of use and paid for."""
+    def plan(self, now: Situation, held: str, step: int, catch_up: float = 0.0) -> Probe | None:
+        """Return the probe to begin at `step`, if one is due, of use and paid for. `catch_up` is the seconds
+        that a tree's first step takes more after plain decoding.
+        """
         self._most_saved = _MOST_SAVED * now.plain.seconds
         credit = _FIRST_BUDGET * now.plain.seconds if self._credit is None else self._credit
         self._credit = credit
         arm = now.arm(held)
         if step < self._next_step or arm is None or now.num_blocked:
             return None
-        wanted = _wanted(now, arm)
+        wanted = _wanted(now, arm, catch_up if arm is now.plain else 0.0)
         if wanted is None:
             return None
         probe, aim = wanted
@@ -89,26 +91,28 @@ class Prober:
         return probe
 
 
-def _wanted(now: Situation, held: ArmEstimate) -> tuple[Probe, Aim] | None:
-    """Return the most useful probe."""
+def _wanted(now: Situation, held: ArmEstimate, extra: float) -> tuple[Probe, Aim] | None:
+    """Return the most useful probe; one of a tree takes `extra` seconds besides its steps."""
     trees = [arm for arm in now.arms[1:] if arm is not held and arm.seconds <= now.max_seconds]
     trees = [arm for arm in trees if not math.isinf(arm.seconds)]
     hopeful = [arm for arm in trees if arm.upper_rate > held.rate]
     untimed = [arm for arm in hopeful if not arm.is_measured]
     num_steps = max(2, -(-_NUM_OUTCOMES // held.batch))
     if held is not now.plain and not now.plain.is_measured:
-        return _probe(now.plain, held, _COST_STEPS - 1), Aim.PLAIN
+        return _probe(now.plain, held, _COST_STEPS - 1, 0.0), Aim.PLAIN
     if untimed:
-        return _probe(max(untimed, key=lambda arm: arm.upper_rate), held, _COST_STEPS), Aim.TIME
+        return _probe(max(untimed, key=lambda arm: arm.upper_rate), held, _COST_STEPS, extra), Aim.TIME
     if hopeful:
-        return _probe(max(hopeful, key=lambda arm: arm.upper_rate), held, num_steps), Aim.TOKENS
+        return _probe(max(hopeful, key=lambda arm: arm.upper_rate), held, num_steps, extra), Aim.TOKENS
     if held is now.plain and trees:
-        return _probe(min(trees, key=lambda arm: arm.seconds), held, max(2, num_steps // 2)), Aim.RECOVERY
+        return _probe(
+            min(trees, key=lambda arm: arm.seconds), held, max(2, num_steps // 2), extra
+        ), Aim.RECOVERY
     return None
 
 
-def _probe(arm: ArmEstimate, held: ArmEstimate, num_steps: int) -> Probe:
+def _probe(arm: ArmEstimate, held: ArmEstimate, num_steps: int, extra: float) -> Probe:
     """Price a probe by what its steps are sure to bring, so that what is not known is paid for."""
     tokens = max(1.0, arm.tokens - DEVIATIONS * arm.error)
     loss = arm.seconds - held.seconds * tokens / held.tokens
-    return Probe(arm.name, num_steps, num_steps * max(loss, _LEAST_LOSS * held.seconds))
+    return Probe(arm.name, num_steps, num_steps * max(loss, _LEAST_LOSS * held.seconds) + extra)

@@ -69,7 +69,8 @@ def _gain(state: Printed, held: str, leader: str) -> tuple[str, str]:
     untimed = [name for name in others if state.arms[name]["timed"] == "no"]
     if state.inputs["timing"] == "on" and any(state.number(name, "up-to") > best for name in untimed):
         return held, "a better tree, but others are being timed"
-    if int(state.inputs["changes"]) >= 3:
+    is_sure = state.number(leader, "sure-of") >= 1.01 * state.number(held, "tokens/s")
+    if int(state.inputs["changes"]) >= 3 and not is_sure:
         return held, "a better tree, but too many switches lately"
     if state.number(leader, "ms") < state.number(held, "ms"):
         return leader, "cheaper tree is better"

@@ -13,6 +13,7 @@ from benchmarks.dispatcher_world import (
     Acceptance,
     chain_profile,
     h200_world,
+    never,
     published_world,
 )
 from engine.batch import Load
@@ -167,6 +168,21 @@ def test_trees_that_cost_three_times_what_the_table_says_are_left_within_a_few_s
     process, traffic = Acceptance(lambda _: DEFAULT_PROFILE), Traffic(lambda _: 16)
     outcome = Simulation(slow, process, traffic, build_dispatcher(H200), 0).run(2000)
     assert outcome.over_plain > 0.95
+
+
+def test_changes_of_the_arm_are_counted_anew_where_acceptance_breaks():
+    """Ties before it may have used up the few changes, which would hold a wrong arm after it."""
+    profile = [DEFAULT_PROFILE]
+    dispatcher = build_dispatcher(H200)
+    simulation = Simulation(H200, Acceptance(lambda _: profile[0]), Traffic(lambda _: 16), dispatcher, 0)
+    simulation.run(300)
+    dispatcher._switched_at.extend([dispatcher._step] * 9)
+    simulation.run(DECIDE_EVERY)
+    assert state_of(dispatcher).situation.num_switches >= 9
+    profile[0] = never(DEFAULT_PROFILE)
+    simulation.run(200)
+    assert dispatcher.stats().num_alarms == 1
+    assert state_of(dispatcher).situation.num_switches <= 2
 
 
 def test_the_watchdog_stops_what_no_model_explains():

@@ -6,6 +6,7 @@ import pytest
 
 from engine.dispatcher.control import (
     DEVIATIONS,
+    GAIN,
     LEAVING,
     MARGIN,
     MAX_SWITCHES,
@@ -17,6 +18,7 @@ from tests.dispatcher.situations import arm, random_situation, situation
 
 CHEAP, DEAR = arm("chain-1", 1.5, seconds=0.6), arm("tree-8", 1.8, seconds=0.9)
 BETTER_CHEAP = arm("chain-1", 2.0, seconds=0.6)
+UNSURE_CHEAP = arm("chain-1", 2.0, seconds=0.6, error=0.6 * 0.19)  # sure of 1.81: 0.6% over DEAR
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,9 @@ BETTER_CHEAP = arm("chain-1", 2.0, seconds=0.6)
         (situation(BETTER_CHEAP, DEAR, held="tree-8"), "chain-1", Reason.CHEAPER),
         (situation(CHEAP, DEAR, held="tree-8"), "tree-8", Reason.BEST),
         (situation(arm("chain-1", 1.81), DEAR, held="tree-8"), "tree-8", Reason.BEST),
-        (situation(BETTER_CHEAP, DEAR, held="tree-8", num_switches=MAX_SWITCHES), "tree-8", Reason.TOO_MANY),
+        (situation(UNSURE_CHEAP, DEAR, held="tree-8", num_switches=MAX_SWITCHES), "tree-8", Reason.TOO_MANY),
+        (situation(UNSURE_CHEAP, DEAR, held="tree-8"), "chain-1", Reason.CHEAPER),
+        (situation(BETTER_CHEAP, DEAR, held="tree-8", num_switches=MAX_SWITCHES), "chain-1", Reason.CHEAPER),
         (situation(arm("chain-1", 0.9), held="chain-1"), "off", Reason.LOSING),
         (situation(arm("chain-1", 0.9), held="chain-1", num_switches=9), "off", Reason.LOSING),
         (situation(arm("chain-1", 0.9), DEAR, held="chain-1", num_switches=9), "tree-8", Reason.LOSING),
@@ -91,4 +95,8 @@ def test_whatever_the_situation_a_choice_may_run_and_keeps_the_law(seed):
         most = max(tokens, chosen.settled) / chosen.seconds + (0 if now.is_broken else LEAVING * error)
         assert most >= now.plain.rate, "held until it is sure to lose"
     if not now.is_new_load and choice.name != now.held and now.num_switches >= MAX_SWITCHES:
-        assert choice.reason is Reason.LOSING
+        held = now.arm(now.held)
+        held_rate = (held.settled if now.num_switches else held.tokens) / held.seconds
+        can_hold = held.seconds <= now.max_seconds and not math.isinf(held.seconds)
+        lead = least / ((1 + GAIN) * held_rate) if can_hold else math.inf
+        assert choice.reason is Reason.LOSING or lead >= 1, "more changes only where they are sure to pay"

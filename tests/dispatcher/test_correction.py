@@ -92,3 +92,18 @@ def test_plain_decoding_must_be_measured_again_after_a_while():
     observe(model, "chain-2", 1.0, times=600)
     assert not model.is_measured("off", 8)
     assert model.is_measured("chain-2", 8)
+
+
+def test_what_catching_up_takes_is_learnt_by_batch_and_cut_where_the_machine_stood_still():
+    model = LatencyModel(TABLE)
+    assert model.catch_up_seconds(1) == 0.0, "not in the table"
+    name = TABLE.names[1]
+    expected = model.seconds(name, 1, 0)
+    for _ in range(40):
+        model.observe_catch_up(name, 1, 0, 1.5 * expected)
+    assert model.catch_up_seconds(1) == pytest.approx(0.5 * expected, rel=0.02)
+    assert model.seconds(name, 1, 0) == expected, "it is no part of a step"
+    model.observe_catch_up(name, 1, 0, 1000 * expected)
+    assert model.catch_up_seconds(1) <= 0.57 * expected
+    model.observe_catch_up(name, 1, 0, 0.1 * expected)
+    assert 0.0 < model.catch_up_seconds(1) < 0.5 * expected

@@ -74,3 +74,15 @@ def test_probes_of_tokens_lose_no_more_than_their_budget(error):
         lost += probe.loss if probe else 0.0
     assert lost <= BUDGET * 10_000 + 4 * now.plain.seconds
     assert (lost > 0) == (error > 0), "and nothing is probed that cannot be better"
+
+
+def test_a_probe_from_plain_decoding_pays_for_what_the_draft_has_to_catch_up_with():
+    hopeful = arm("chain-1", 0.99, seconds=0.6, error=0.06)
+    prober, dear = Prober(), Prober()
+    for each in (prober, dear):
+        each.plan(situation(), "off", 0)
+    alike = prober.plan(situation(hopeful), "off", LATER)
+    dearer = dear.plan(situation(hopeful), "off", LATER, catch_up=0.25)
+    assert dearer.loss == pytest.approx(alike.loss + 0.25)
+    held = situation(hopeful, arm("tree-8", 1.1, seconds=0.9, measured=False), held="chain-1")
+    assert Prober().plan(held, "chain-1", LATER).loss == Prober().plan(held, "chain-1", LATER, 0.25).loss

@@ -70,7 +70,8 @@ def test_spans_of_one_request_are_one_tree(protocol, tmp_path):
     edges = [before, own.start_time_unix_nano]
     for child in children:
         edges += [child.start_time_unix_nano, child.end_time_unix_nano]
-    # The client may have its answer before the server has left the call, so its clock bounds the decoding only.
+    # The client may have its answer before the server has left the call, so its clock bounds the decoding
+    # only.
     for end in (own.end_time_unix_nano, after):
         # Two processes: the wall clock is read again for each request, so allow what it may be moved.
         assert all(b - a > -2_000_000 for a, b in itertools.pairwise([*edges, end])), (edges, end)
