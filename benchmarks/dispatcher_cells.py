@@ -20,7 +20,6 @@ python -m benchmarks.dispatcher_cells --model smollm2-135m --seconds 500 --out D
 import argparse
 import json
 import random
-import statistics
 import sys
 import time
 from collections import Counter
@@ -33,6 +32,16 @@ import torch
 from app.drafts import SHIPPED_DRAFTS
 from app.machine import describe_machine
 from app.offline import frozen_heap
+from benchmarks.paired_rounds import (
+    AUTO,
+    Lengths,
+    Rounds,
+    best_fixed,
+    rates_of,
+    screened,
+    trimmed_mean,
+    whole_rate,
+)
 from benchmarks.ranked_replay import RankedReplay
 from benchmarks.steady_steps import SteadySteps, most_tokens, time_steps
 from engine import (
@@ -62,16 +71,11 @@ from engine.tree.library import TreeLibrary
 from engine.tree.search import acceptance_length
 from engine.tree.topology import MAX_NODES
 
-AUTO, PLAIN = "auto", "off"
+PLAIN = "off"
 SHARES = {"measured": 1.0, "half": 0.5, "zero": 0.0}  # of the profile's acceptance, falling
 TOKENS_PER_CALL = 2.78  # of a chain of 3, for a model whose draft is made up
 LIMIT, MAX_ERROR = 0.98, 0.003
-_MIN_ROUNDS, _MAX_ROUNDS = 16, 400
-_TRIMMED = 0.2  # of the ratios, at either end
-# Rounds, and the share of the best below which a tree is left out then; later one that is surely worse, by so
-# many standard errors.
-_SCREENED_AFTER, _SCREEN = 3, 0.93
-_SURE_AFTER, _SURE = 8, 3.0
+_FEWEST_ROUNDS, _MIN_ROUNDS, _MAX_ROUNDS = 3, 16, 400  # to report, to stop early, to stop
 _SETTLING_STEPS = 300  # of the adaptive engine at the full batch of a cell, before it is measured
 _DEVICE_SHARE = 0.8  # of the free memory that a cell may be predicted to need
 _MAX_DEPTH = SpeculationConfig().feature_window - 1
@@ -151,17 +155,17 @@ class Bench:
         for tree in trees:
             self._fixed.capture(tree, cell.batch)
             self._run(prompts, tree, 0)
-        rounds: dict[str, list[SteadySteps]] = {mode: [] for mode in (AUTO, *trees)}
+        rounds: Rounds = {mode: [] for mode in (AUTO, *trees)}
         for round_idx in range(1, _MAX_ROUNDS + 1):
             if time.perf_counter() > deadline:
                 break
             for mode in list(rounds) if round_idx % 2 else list(rounds)[::-1]:
                 rounds[mode].append(self._run(prompts, mode, round_idx))
-            rounds = _screened(rounds, lengths)
+            rounds = screened(rounds, lengths)
             error = _result(cell, rounds, lengths, "").standard_error
             if round_idx >= _MIN_ROUNDS and error <= 0.9 * MAX_ERROR:
                 break
-        if len(rounds[AUTO]) < _SCREENED_AFTER:
+        if len(rounds[AUTO]) < _FEWEST_ROUNDS:
             return None
         return _result(cell, rounds, lengths, self._adaptive.stats().dispatch.arm)
 
@@ -314,69 +318,16 @@ def _prompts(cell: Cell, vocab_size: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in rows]
 
 
-def _rates(
-    rounds: Mapping[str, Sequence[SteadySteps]], lengths: Mapping[str, float]
-) -> dict[str, list[float]]:
-    """Return tokens per second by mode and round; `lengths` are the tokens per call of every tree."""
-    return {mode: [steps.rate(lengths) for steps in found] for mode, found in rounds.items()}
-
-
-def _screened(
-    rounds: dict[str, list[SteadySteps]], lengths: Mapping[str, float]
-) -> dict[str, list[SteadySteps]]:
-    """Leave out the fixed trees that are not the best, so that the time goes to those that may be."""
-    rates = _rates(rounds, lengths)
-    best = _best_fixed(rates)
-
-    def may_be_best(mode: str) -> bool:
-        share, error = trimmed_mean(
-            [one / other for one, other in zip(rates[mode], rates[best], strict=True)]
-        )
-        if len(rates[best]) >= _SURE_AFTER and share + _SURE * error < 1.0:
-            return False
-        return len(rates[best]) != _SCREENED_AFTER or share >= _SCREEN
-
-    return {mode: found for mode, found in rounds.items() if mode in (AUTO, best) or may_be_best(mode)}
-
-
-def _best_fixed(rates: Mapping[str, Sequence[float]]) -> str:
-    """Return the fixed mode with the highest mean rate."""
-    fixed = [mode for mode in rates if mode != AUTO]
-    return max(fixed, key=lambda mode: trimmed_mean(rates[mode])[0])
-
-
-def _result(
-    cell: Cell, rounds: Mapping[str, Sequence[SteadySteps]], lengths: Mapping[str, float], arm: str
-) -> Result:
+def _result(cell: Cell, rounds: Mapping[str, Sequence[SteadySteps]], lengths: Lengths, arm: str) -> Result:
     """Hold the adaptive mode against the fixed one that was best over all rounds."""
-    rates = _rates(rounds, lengths)
+    rates = rates_of(rounds, lengths)
     means = {mode: trimmed_mean(found)[0] for mode, found in rates.items()}
-    best = _best_fixed(rates)
+    best = best_fixed(rates)
     ratios = [auto / other for auto, other in zip(rates[AUTO], rates[best], strict=True)]
     ratio, error = trimmed_mean(ratios)
-    whole_ratio = _whole_rate(rounds[AUTO], lengths) / _whole_rate(rounds[best], lengths)
+    whole_ratio = whole_rate(rounds[AUTO], lengths) / whole_rate(rounds[best], lengths)
     calls = sum((Counter(steps.calls) for steps in rounds[AUTO]), Counter[str]())
     return Result(cell, best, ratio, error, whole_ratio, len(ratios), arm, means, dict(calls))
-
-
-def _whole_rate(rounds: Sequence[SteadySteps], lengths: Mapping[str, float]) -> float:
-    """Return tokens per second over all rounds."""
-    tokens = sum(steps.rate(lengths) * steps.seconds for steps in rounds)
-    return tokens / sum(steps.seconds for steps in rounds)
-
-
-def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean without the highest and the lowest fifth, and its standard error: that of the values
-    with those replaced by the nearest that are kept (Tukey and McLaughlin 1963).
-    """
-    ordered, num = sorted(values), len(values)
-    cut = int(_TRIMMED * num)
-    kept = ordered[cut : num - cut]
-    if num < 2:
-        return kept[0], float("inf")
-    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
-    error = statistics.stdev(winsorised) / ((1.0 - 2.0 * cut / num) * num**0.5)
-    return statistics.fmean(kept), error
 
 
 def _product(contexts: Sequence[int], batches: Sequence[int]) -> list[tuple[int, int, str]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from benchmarks.dispatcher_cells import trimmed_mean
+from benchmarks.paired_rounds import screened, trimmed_mean
 from benchmarks.steady_steps import SteadySteps, most_tokens, time_steps
 from engine.batch import SequenceDelta
 from engine.config import EngineConfig
@@ -136,3 +136,24 @@ def test_a_stall_moves_neither_the_mean_nor_its_error():
     assert mean == 3.0
     assert error == pytest.approx(1.0 / (0.6 * 5**0.5))  # the deviation of 2, 2, 3, 4, 4 is 1
     assert trimmed_mean([5.0]) == (5.0, float("inf"))
+
+
+def rounds_at(*rates):
+    """Return rounds of one call each, of trees that bring one token a call."""
+    return [SteadySteps(1.0 / rate, {"off": 1}) for rate in rates]
+
+
+def test_what_cannot_be_the_best_is_left_out_and_what_is_compared_stays():
+    lengths = {"off": 1.0}
+    few = {"auto": rounds_at(1, 1, 1), "off": rounds_at(100, 101, 99), "chain-1": rounds_at(90, 91, 89)}
+    assert list(screened(few, lengths)) == ["auto", "off"], "far behind"
+    near = few | {"chain-1": rounds_at(97, 98, 96)}
+    assert list(screened(near, lengths)) == ["auto", "off", "chain-1"], "too early to say"
+    noise = (0.99, 1.01) * 8
+    surely = {
+        "auto": rounds_at(*noise),
+        "off": rounds_at(*[100 * share for share in noise]),
+        "chain-1": rounds_at(*[97 * share for share in reversed(noise)]),
+        "chain-2": rounds_at(*[99.7 * share for share in reversed(noise)]),
+    }
+    assert list(screened(surely, lengths)) == ["auto", "off", "chain-2"]
