@@ -97,7 +97,7 @@ class Result:
     """Tokens per second of each mode and the adaptive one's share of the best fixed one, with its error.
 
     `whole_ratio` is that share over all rounds, none left out; `calls` says how often the adaptive one ran
-    each tree in them.
+    each tree in them, `arm` which it ran most.
     """
 
     cell: Cell
@@ -162,12 +162,12 @@ class Bench:
             for mode in list(rounds) if round_idx % 2 else list(rounds)[::-1]:
                 rounds[mode].append(self._run(prompts, mode, round_idx))
             rounds = screened(rounds, lengths)
-            error = _result(cell, rounds, lengths, "").standard_error
+            error = _result(cell, rounds, lengths).standard_error
             if round_idx >= _MIN_ROUNDS and error <= 0.9 * MAX_ERROR:
                 break
         if len(rounds[AUTO]) < _FEWEST_ROUNDS:
             return None
-        return _result(cell, rounds, lengths, self._adaptive.stats().dispatch.arm)
+        return _result(cell, rounds, lengths)
 
     def _run(self, prompts: Sequence[tuple[int, ...]], mode: str, round_idx: int) -> SteadySteps:
         """Return what one round took and did."""
@@ -318,7 +318,7 @@ def _prompts(cell: Cell, vocab_size: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in rows]
 
 
-def _result(cell: Cell, rounds: Mapping[str, Sequence[SteadySteps]], lengths: Lengths, arm: str) -> Result:
+def _result(cell: Cell, rounds: Mapping[str, Sequence[SteadySteps]], lengths: Lengths) -> Result:
     """Hold the adaptive mode against the fixed one that was best over all rounds."""
     rates = rates_of(rounds, lengths)
     means = {mode: trimmed_mean(found)[0] for mode, found in rates.items()}
@@ -327,6 +327,7 @@ def _result(cell: Cell, rounds: Mapping[str, Sequence[SteadySteps]], lengths: Le
     ratio, error = trimmed_mean(ratios)
     whole_ratio = whole_rate(rounds[AUTO], lengths) / whole_rate(rounds[best], lengths)
     calls = sum((Counter(steps.calls) for steps in rounds[AUTO]), Counter[str]())
+    (arm, _), *_ = calls.most_common()
     return Result(cell, best, ratio, error, whole_ratio, len(ratios), arm, means, dict(calls))
 
 
