@@ -2,8 +2,10 @@
 
     python benchmarks/draft_study.py ablation --model smollm2 --data data --prompts mt_bench.jsonl --out study
 
-Rows that stand in OUT/results.json are not run again; an interrupted row goes on from its checkpoint.
-`draft_tables.py` prints the results. A result names the tokens trained and everything that a row changes.
+Rows that stand in OUT/results.json are not run again, whichever study they were run for; an interrupted row
+goes on from its checkpoint. The answers that rows are measured on are kept in OUT/answers.json: with these
+two files and the data a study goes on on another machine. `draft_tables.py` prints the results. A result
+names the tokens trained and everything that a row changes.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from app.prompt_file import read_chats
 from app.training_data import chat_tokens
 from engine import Engine, EngineConfig, SamplingParams, resolve_model
 from engine.training.checkpoint import last_step
+from engine.training.dialogue import Answer, Dialogue
 from engine.training.losses import LossWeights
 from engine.training.online import Objective
 from engine.training.pair import NetworkPair
@@ -46,10 +49,14 @@ class Row:
     train_share: float = 1.0
 
 
+BASE = Row("eagle3, 2 layers", HeadSettings())
+SHORT = Row("eagle3, short training", HeadSettings(), token_share=0.25)
+
+
 def ablation_rows() -> Iterator[Row]:
     """Yield the rows of the ablation: the first is what the others are compared with."""
     eagle1 = Objective(unroll_steps=1, feature_noise=0.1, losses=EAGLE1_LOSS)
-    yield Row("eagle3, 2 layers", HeadSettings(num_layers=2))
+    yield BASE
     yield Row("eagle3, 1 layer", HeadSettings(num_layers=1))
     yield Row("eagle3, 3 layers", HeadSettings(num_layers=3))
     yield Row("eagle3, with SmoothL1", HeadSettings(), Objective(losses=LossWeights(1.0, 0.1)))
@@ -57,7 +64,7 @@ def ablation_rows() -> Iterator[Row]:
     yield Row("eagle3, raw feedback", HeadSettings(is_feedback_normed=False))
     yield Row("eagle3, one step", HeadSettings(), Objective(unroll_steps=1))
     yield Row("eagle3, whole vocabulary", HeadSettings(vocab_size=-1))
-    yield Row("eagle3, short training", HeadSettings(), token_share=0.25)
+    yield SHORT
     yield Row("eagle1, 1 layer", HeadSettings("eagle1", 1), eagle1)
     yield Row("eagle1, 3 layers", HeadSettings("eagle1", 3), eagle1)
     yield Row(
@@ -68,15 +75,19 @@ def ablation_rows() -> Iterator[Row]:
 
 
 def scaling_rows() -> Iterator[Row]:
-    """Yield points of tokens per call against unique tokens at equal epochs, and against trained tokens."""
-    for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0):
+    """Yield points of tokens per call against unique tokens at equal epochs, and against trained tokens; two
+    of them are rows of the ablation.
+    """
+    for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2):
         yield Row(
             f"{share:g} of the data, as many epochs", HeadSettings(), token_share=share, train_share=share
         )
+    yield BASE
     for share in (1 / 16, 1 / 4):
         yield Row(f"{share:g} of the data, as many tokens", HeadSettings(), train_share=share)
-    for share in (1 / 8, 1 / 4, 1 / 2):
-        yield Row(f"all data, {share:g} of the tokens", HeadSettings(), token_share=share)
+    yield Row("all data, 0.125 of the tokens", HeadSettings(), token_share=1 / 8)
+    yield SHORT
+    yield Row("all data, 0.5 of the tokens", HeadSettings(), token_share=1 / 2)
 
 
 STUDIES = {"ablation": ablation_rows, "scaling": scaling_rows}
@@ -90,7 +101,7 @@ def main() -> None:
     answers = answer_prompts(options, model)
     path = options.out / "results.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    for row in STUDIES[options.study]():
+    for row in chosen_rows(options):
         if row.name in results:
             continue
         left = options.max_seconds - (time.perf_counter() - begin)
@@ -107,6 +118,16 @@ def main() -> None:
         path.write_text(json.dumps(results, indent=2) + "\n")
         chains = results[row.name]["temperatures"]["0"]["trees"]
         print(f"{row.name}: chain-3 {chains['chain-3']['tokens_per_call']:.3f}", flush=True)
+
+
+def chosen_rows(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of the study, or those named. Raises `SystemExit` for a name that no row has."""
+    rows = list(STUDIES[options.study]())
+    unknown = set(options.rows or ()) - {row.name for row in rows}
+    if unknown:
+        names = "; ".join(row.name for row in rows)
+        raise SystemExit(f"no row is called {', '.join(map(repr, sorted(unknown)))}: there are {names}")
+    return [row for row in rows if not options.rows or row.name in options.rows]
 
 
 def row_settings(options: argparse.Namespace, row: Row, model: Path, folder: Path) -> RunSettings:
@@ -139,7 +160,12 @@ def row_settings(options: argparse.Namespace, row: Row, model: Path, folder: Pat
 
 
 def answer_prompts(options: argparse.Namespace, model: Path) -> list[Answers]:
-    """Return the target's own answers at temperature 0 and 1, which every row is measured on."""
+    """Return the target's own answers at temperature 0 and 1, which every row is measured on: those kept, or
+    new ones, which are kept.
+    """
+    path = options.out / "answers.json"
+    if path.is_file():
+        return [read_answers(part) for part in json.loads(path.read_text())]
     tokens: ChatTokens = chat_tokens(model)
     chats = read_chats(options.prompts, options.limit)
     questions = [Question(tuple(tokens.given_turns(chat.without_answers())), chat.category) for chat in chats]
@@ -148,7 +174,24 @@ def answer_prompts(options: argparse.Namespace, model: Path) -> list[Answers]:
         SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=options.seed)
         for temperature in (0.0, 1.0)
     ]
-    return [answer(engine, questions, sampling) for sampling in samplings]
+    answers = [answer(engine, questions, sampling) for sampling in samplings]
+    path.write_text(json.dumps([dataclasses.asdict(part) for part in answers]) + "\n")
+    return answers
+
+
+def read_answers(part: dict[str, Any]) -> Answers:
+    """Return answers from what `dataclasses.asdict` made of them."""
+    dialogues = tuple(
+        Dialogue(
+            tuple(dialogue["token_ids"]),
+            tuple(dialogue["is_answer"]),
+            tuple(Answer(tuple(kept["token_ids"]), kept["num_calls"]) for kept in dialogue["answers"]),
+        )
+        for dialogue in part["dialogues"]
+    )
+    return Answers(
+        part["temperature"], dialogues, tuple(part["categories"]), tuple(part["accepted_by_depth"])
+    )
 
 
 def measure(settings: RunSettings, answers: list[Answers]) -> dict[str, Any]:
@@ -186,6 +229,7 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=Path, required=True, help="chats that nothing was trained on")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="of the study, all by default")
     parser.add_argument("--tokens", type=float, default=100e6, help="trained tokens of a whole row")
     parser.add_argument("--batch-rows", type=int, default=32)
     parser.add_argument("--row-length", type=int, default=1024)
