@@ -26,6 +26,7 @@ MAX_TILTED_ROWS = 8  # in larger batches requests average out
 _FIRST_SPREAD = 0.3  # variance of requests' log odds around their kind's, before any has ended
 _SPREADS = (0.02, 1.0)  # bounds of what is learnt for it
 _SPREAD_SHARE = 0.05  # of it that one ended request replaces
+_COMMON_LEAN = 1.25  # standard deviations between requests, up to which a lean surprises nobody
 _DRIFT_NODES = 256  # visited nodes in which a text may change as much as two texts differ
 
 
@@ -167,16 +168,24 @@ class AcceptanceModel:
             self._spread = min(max(self._spread, _SPREADS[0]), _SPREADS[1])
 
     def _see_each(self, rows: Sequence[RowStats]) -> dict[RowKind, list[Seen]]:
-        """Return what was seen of each kind of row; each request learns of itself."""
+        """Return what was seen of each kind of row; each request learns of itself.
+
+        What a request leans explains what it accepts as far as requests commonly differ, no further: else
+        it would explain a break away, too.
+        """
         step: dict[RowKind, list[Seen]] = defaultdict(list)
+        limit = _COMMON_LEAN * math.sqrt(self._spread)
         for row in rows:
             profile = self.estimate(row.kind).profile
             outcomes = outcomes_of(row.topology, row.path_ranks, row.next_rank, row.num_ranks)
             for known in [self._tilts[idx] for idx in row.sequence_idxs]:
                 for outcome in outcomes:
                     leaning = tilt(profile[outcome.depth], known.mean)
-                    predicted = sum(leaning[: outcome.width])
-                    step[row.kind].append(Seen(outcome, 1, predicted))
+                    predicted = explained = sum(leaning[: outcome.width])
+                    if abs(known.mean) > limit:
+                        common = tilt(profile[outcome.depth], math.copysign(limit, known.mean))
+                        explained = sum(common[: outcome.width])
+                    step[row.kind].append(Seen(outcome, 1, explained))
                     known.observe(outcome.is_hit, predicted, sum(leaning), self._spread)
         return step
 

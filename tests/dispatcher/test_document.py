@@ -20,6 +20,7 @@ STATED = [
     (f"At most {arms.MAX_ARMS}, from the trees", "arms"),
     (f"half-life of {acceptance.HALF_LIFE:,.0f} nodes", "memory"),
     (f"in batches of up to {acceptance.MAX_TILTED_ROWS}", "requests"),
+    (f"commonly differ ({acceptance._COMMON_LEAN:g} standard", "leaning"),
     (f"Decisions are taken every {adaptive.DECIDE_EVERY} steps", "decisions"),
     (f"spread over {adaptive._AMORTISED}\nsteps", "catching up"),
     (f"*sure of* {control.MARGIN:.1%} more", "margin"),

@@ -5,9 +5,9 @@ stated for.
 import pytest
 
 from benchmarks.dispatcher_world import published_world
-from benchmarks.simulate_dispatcher import TABLE_ERRORS, collapse, others, ramp, stationary, summarize
+from benchmarks.simulate_dispatcher import TABLE_ERRORS, collapse, halved, others, ramp, stationary, summarize
 
-LIMITED = [*stationary(), *collapse(), ramp()]
+LIMITED = [*stationary(), *collapse(), *halved(), ramp()]
 QUICK = {
     "stationary eagle batch 16",
     "stationary eagle3 batch 1",
@@ -22,6 +22,12 @@ QUICK = {
 )
 def test_a_few_seeds_stay_within_the_limits(scenario):
     assert summarize(scenario, range(1), 0.15).is_within
+
+
+def test_requests_that_all_lean_alike_are_taken_for_a_break():
+    """At one row each request might explain for itself why it accepts half of what was known."""
+    (scenario,) = halved((1,))
+    assert scenario.run(4, 0.0).efficiency > 0.98
 
 
 def test_the_cliff_is_never_run_not_even_by_a_probe():
