@@ -194,8 +194,11 @@ def _plain(weight: Tensor) -> nn.Linear:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("models", nargs="*", default=["smollm2", "8b"], choices=SHAPES)
-    for name in parser.parse_args().models:
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(SHAPES)}; smollm2 and 8b by default")
+    models = parser.parse_args().models
+    if unknown := set(models) - set(SHAPES):
+        parser.error(f"no model is called {', '.join(sorted(unknown))}: there are {', '.join(SHAPES)}")
+    for name in models or ("smollm2", "8b"):
         num_layers, shape = SHAPES[name]
         print(f"{name}, us a call: " + ", ".join(choose_ops()))
         layers = Layers(num_layers, shape)

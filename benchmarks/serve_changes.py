@@ -316,7 +316,7 @@ async def play(site: Site, scene: str) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scenes", nargs="*", choices=SCENES, default=list(SCENES))
+    parser.add_argument("scenes", nargs="*", help=f"of {', '.join(SCENES)}; all by default")
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft", required=True, help="a folder")
     parser.add_argument("--other-draft", required=True, help="a folder")
@@ -324,7 +324,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--memory-gib", type=float, default=0.05, help="of cache, per replica")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if unknown := set(options.scenes) - set(SCENES):
+        parser.error(f"no scene is called {', '.join(sorted(unknown))}: there are {', '.join(SCENES)}")
+    options.scenes = options.scenes or list(SCENES)
+    return options
 
 
 def main(arguments: list[str]) -> int:

@@ -46,6 +46,13 @@ class NoDraft:
     failure = ""
 
 
+class NoPrefill:
+    """The prefills of a runner that captures nothing."""
+
+    def capture(self, max_tokens: int) -> None:
+        """Prepare nothing."""
+
+
 class TimedRunner:
     """Runs one step after the other, each for the time of its number of rows; every row says `text` again and
     again.
@@ -55,7 +62,7 @@ class TimedRunner:
 
     def __init__(self, text: Sequence[int], times: StepTimes, vocab_size: int) -> None:
         self.guides = Guides(no_backend, vocab_size, torch.device("cpu"))
-        self.draft_site = NoDraft()
+        self.draft_site, self.prefill = NoDraft(), NoPrefill()
         self._answers = [RowResult((token_id,)) for token_id in text]
         self._times = times
         self._num_said: dict[int, int] = {}  # by slot

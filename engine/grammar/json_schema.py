@@ -5,6 +5,7 @@ not validate. Turning a schema into a grammar is left to the library.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,3 +150,23 @@ def _check_type(schema: dict[str, Any], place: str) -> None:
     values = [*_of(list, schema, "enum", place), *([schema["const"]] if "const" in schema else ())]
     if wrong := [value for value in values if type(value) not in allowed]:
         raise _Unkept(f"{place} lists {wrong[0]!r}, which is not of its type")
+    if long := [value for value in values if not all(map(_is_exact, _numbers(value)))]:
+        raise _Unkept(
+            f"{place} lists {repr(long[0])[:80]}: a grammar holds integers of 64 bits and finite numbers only"
+        )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the numbers within a value."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(part)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def _is_exact(number: float) -> bool:
+    """Return whether the grammar spells a number as itself: it reads integers beyond 64 bits as rounded
+    ones.
+    """
+    return -(2**63) <= number < 2**63 if isinstance(number, int) else math.isfinite(number)

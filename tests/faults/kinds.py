@@ -143,7 +143,10 @@ KINDS: dict[str, Kind] = {
     "tree-past-the-end": _found(
         "exactness/test_identity.py::test_generation_runs_to_the_last_position_of_the_model"
     ),
-    "long-prompt-slow": Kind(absent="a dispatcher that adapts; speed is measured, not tested"),
+    "long-prompt-slow": _found(
+        "dispatcher/test_adaptive.py::test_trees_that_cost_three_times_what_the_table_says_are_left_within_a_few_steps",
+        "dispatcher/test_simulation.py::test_a_few_seeds_stay_within_the_limits",
+    ),
     "overlong-zombie": _found(
         "scheduler/test_scheduler.py::test_a_request_that_can_never_run_is_refused_and_leaves_nothing"
     ),
@@ -207,7 +210,9 @@ KINDS: dict[str, Kind] = {
         "dispatcher/test_static.py::test_what_can_be_reached_covers_every_number_of_rows_once"
     ),
     "accept-falls-with-batch": _found("faults/test_served.py::test_accept_falls_with_batch"),
-    "ttft-tax": Kind(absent="nothing; speed is measured, not tested"),
+    "ttft-tax": _found(
+        "faults/test_prompts.py::test_speculation_adds_no_step_before_the_first_token_and_loses_no_prefix_hit"
+    ),
     # Numbers that are none
     "nan-fp16": _found(
         "sampling/test_verify.py::test_nan_in_the_draft_falls_back_to_the_target",
@@ -257,7 +262,10 @@ KINDS: dict[str, Kind] = {
     ),
     "lora-draft": Kind(absent="LoRA"),
     "pd-mixed": Kind(absent="prefill and decoding apart"),
-    "kv-dtype": Kind(absent="quantized K/V beside kernels"),
+    "kv-dtype": _found(
+        "gpu/test_synthetic.py::test_so_they_are_in_few_bits",
+        "runner/test_precision.py::test_a_cache_in_eight_bits_is_refused_where_no_kernel_reads_it",
+    ),
     # Metrics
     "rate-over-one": _found("faults/test_served.py::test_rate_over_one"),
     "tokens-not-counted": _found(

@@ -1,6 +1,7 @@
 """What a grammar cannot keep of a JSON schema is refused by keyword and place."""
 
 import json
+import math
 
 import pytest
 
@@ -21,12 +22,16 @@ KEPT = [
     {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "uniqueItems": False},
     {"type": "object", "properties": {"not": {"type": "string"}, "$ref": {"type": "string"}}},
     {"const": True, "type": "boolean"},
+    {"enum": [2**63 - 1, -(2**63), 1.5e300]},
 ]
 REFUSED = [
     ({"not": {}}, "# has 'not'"),
     ({"properties": {"a": {"if": {}}}}, "#/properties/a has 'if'"),
     ({"items": {"contains": {}}}, "#/items has 'contains'"),
     ({"anyOf": [{}, {"type": "array", "uniqueItems": True}]}, "#/anyOf/1 has 'uniqueItems'"),
+    ({"const": 2**63}, "# lists 9223372036854775808: a grammar holds integers of 64 bits"),
+    ({"enum": [1, {"deep": [-(2**63) - 1]}]}, "# lists .*-9223372036854775809.*: a grammar holds"),
+    ({"properties": {"far": {"const": math.inf}}}, "#/properties/far lists inf: a grammar holds"),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
     ({"type": "integer", "multipleOf": 3, "minimum": 0}, "multipleOf"),
     ({"type": "string", "pattern": "a", "minLength": 2}, "beside a length"),
