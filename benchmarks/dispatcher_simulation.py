@@ -14,7 +14,7 @@ from benchmarks.dispatcher_world import Process, SimulatedRow, World, stats_of
 from engine.batch import Load
 from engine.config import SpeculationConfig
 from engine.dispatcher.acceptance import PRIOR_STRENGTH
-from engine.dispatcher.adaptive import _MIN_PLAIN_RUN, AdaptiveDispatcher
+from engine.dispatcher.adaptive import MIN_PLAIN_RUN, AdaptiveDispatcher
 from engine.dispatcher.latency import PLAIN, LatencyTable
 from engine.dispatcher.static import StaticDispatcher
 from engine.request import SamplingParams
@@ -123,7 +123,7 @@ class Simulation:
         """Return what this step takes more since the draft missed the steps before it."""
         num_missed = self._num_plain_run
         self._num_plain_run = 0 if tree.num_drafts else num_missed + 1
-        is_behind = tree.num_drafts > 0 and num_missed >= _MIN_PLAIN_RUN
+        is_behind = tree.num_drafts > 0 and num_missed >= MIN_PLAIN_RUN
         return self._world.table.catch_up_seconds(load.num_running) if is_behind else 0.0
 
     def _score(self, outcome: Outcome, tree: TreeTopology, load: Load, step: int, extra: float) -> None:

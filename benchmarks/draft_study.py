@@ -10,6 +10,7 @@ names the tokens trained and everything that a row changes.
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import time
@@ -161,21 +162,26 @@ def row_settings(options: argparse.Namespace, row: Row, model: Path, folder: Pat
 
 def answer_prompts(options: argparse.Namespace, model: Path) -> list[Answers]:
     """Return the target's own answers at temperature 0 and 1, which every row is measured on: those kept, or
-    new ones, which are kept.
+    new ones, which are kept. Raises `SystemExit` where those kept are to other questions.
     """
     path = options.out / "answers.json"
-    if path.is_file():
-        return [read_answers(part) for part in json.loads(path.read_text())]
     tokens: ChatTokens = chat_tokens(model)
     chats = read_chats(options.prompts, options.limit)
     questions = [Question(tuple(tokens.given_turns(chat.without_answers())), chat.category) for chat in chats]
+    asked = hashlib.sha256(repr((questions, options.max_tokens, options.seed)).encode()).hexdigest()
+    if path.is_file():
+        kept = json.loads(path.read_text())
+        if kept["asked"] != asked:
+            raise SystemExit(f"{path} holds answers to other prompts, or with another --max-tokens or --seed")
+        return [read_answers(part) for part in kept["answers"]]
     engine = Engine.load(EngineConfig(model, max_num_seqs=options.batch))
     samplings = [
         SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=options.seed)
         for temperature in (0.0, 1.0)
     ]
     answers = [answer(engine, questions, sampling) for sampling in samplings]
-    path.write_text(json.dumps([dataclasses.asdict(part) for part in answers]) + "\n")
+    parts = [dataclasses.asdict(part) for part in answers]
+    path.write_text(json.dumps({"asked": asked, "answers": parts}) + "\n")
     return answers
 
 

@@ -196,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", help=f"of {', '.join(SHAPES)}; smollm2 and 8b by default")
     models = parser.parse_args().models
+    # Not `choices`: argparse of Python 3.11 holds no name at all against them, too.
     if unknown := set(models) - set(SHAPES):
         parser.error(f"no model is called {', '.join(sorted(unknown))}: there are {', '.join(SHAPES)}")
     for name in models or ("smollm2", "8b"):

@@ -325,6 +325,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--memory-gib", type=float, default=0.05, help="of cache, per replica")
     options = parser.parse_args(arguments)
+    # Not `choices`: argparse of Python 3.11 holds no name at all against them, too.
     if unknown := set(options.scenes) - set(SCENES):
         parser.error(f"no scene is called {', '.join(sorted(unknown))}: there are {', '.join(SCENES)}")
     options.scenes = options.scenes or list(SCENES)

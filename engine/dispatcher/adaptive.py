@@ -30,7 +30,7 @@ _SWITCH_WINDOW = 1000  # steps in which few changes at one load are allowed
 _SETTLING = 128  # steps at a load within which trees are timed before an arm is changed
 _AMORTISED = 64  # steps over which catching up counts
 _ALARM, _ALARM_OFF = 10.0, 5.0  # nats, speculating and not: there, one wrong alarm costs little
-_MIN_PLAIN_RUN = 2  # plain steps after which the draft has to catch up
+MIN_PLAIN_RUN = 2  # plain steps after which the draft has to catch up
 _LONG_PLAIN_RUN = 16  # plain steps after which it has to catch up with about as much as it ever looks back
 
 
@@ -160,7 +160,7 @@ class AdaptiveDispatcher:
         if name not in self._arms:
             return
         batch, num_cached = stats.num_rows, stats.load.num_cached_tokens
-        is_catching_up = name != PLAIN and self._num_plain_run >= _MIN_PLAIN_RUN
+        is_catching_up = name != PLAIN and self._num_plain_run >= MIN_PLAIN_RUN
         if not is_catching_up:
             self._latency.observe(name, batch, num_cached, stats.seconds)
         elif self._num_plain_run >= _LONG_PLAIN_RUN:

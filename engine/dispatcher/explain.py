@@ -152,10 +152,7 @@ def _last_rule(now: Situation, choice: Choice) -> tuple[int, str]:
         case Reason.TIMING:
             return 7, "Another tree may turn out better still and is timed first."
         case Reason.TOO_MANY:
-            return (
-                8,
-                f"The arm stays: after {MAX_SWITCHES} changes or more the leader must be sure of the gain.",
-            )
+            return 8, f"The arm stays: after {MAX_SWITCHES} changes the leader must be sure of the gain."
         case Reason.CHEAPER:
             return 9, "A cheaper leader is taken at once."
         case Reason.WAITING:

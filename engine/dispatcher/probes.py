@@ -63,7 +63,7 @@ class Prober:
         """Forget that probes taught nothing: things changed."""
         self._patience = 1
 
-    def plan(self, now: Situation, held: str, step: int, catch_up: float = 0.0) -> Probe | None:
+    def plan(self, now: Situation, held: str, step: int, catch_up: float) -> Probe | None:
         """Return the probe to begin at `step`, if one is due, of use and paid for. `catch_up` is the seconds
         that a tree's first step takes more after plain decoding.
         """

@@ -14,8 +14,8 @@ LATER = 1000  # a step at which a probe is due
 
 def plan(*arms, held="off", **changes):
     prober = Prober()
-    prober.plan(situation(), "off", 0)  # the first budget
-    return prober.plan(situation(*arms, held=held, **changes), held, LATER)
+    prober.plan(situation(), "off", 0, 0.0)  # the first budget
+    return prober.plan(situation(*arms, held=held, **changes), held, LATER, 0.0)
 
 
 def test_plain_decoding_is_measured_first_while_speculating():
@@ -23,7 +23,7 @@ def test_plain_decoding_is_measured_first_while_speculating():
     now = situation(arm("chain-1", 1.5), arm("tree-8", 1.6, measured=False), held="chain-1")
     plain = dataclasses.replace(now.plain, is_measured=False)
     now = dataclasses.replace(now, arms=(plain, *now.arms[1:]))
-    assert prober.plan(now, "chain-1", LATER).name == "off"
+    assert prober.plan(now, "chain-1", LATER, 0.0).name == "off"
 
 
 def test_a_tree_that_may_be_better_is_timed():
@@ -45,7 +45,7 @@ def test_while_decoding_plainly_the_cheapest_tree_looks_for_a_recovery_ever_more
     now = situation(arm("chain-1", 0.9, seconds=0.6), arm("tree-8", 0.7, seconds=0.9))
     for step in range(4000):
         prober.earn(0.5)
-        probe = prober.plan(now, "off", step)
+        probe = prober.plan(now, "off", step, 0.0)
         if probe is not None:
             assert probe.name == "chain-1"
             starts.append(step)
@@ -70,7 +70,7 @@ def test_probes_of_tokens_lose_no_more_than_their_budget(error):
     now = situation(arm("chain-1", 1.5), arm("tree-8", 1.3, seconds=1.5, error=error), held="chain-1")
     for step in range(10_000):
         prober.earn(1.0)
-        probe = prober.plan(now, "chain-1", step)
+        probe = prober.plan(now, "chain-1", step, 0.0)
         lost += probe.loss if probe else 0.0
     assert lost <= BUDGET * 10_000 + 4 * now.plain.seconds
     assert (lost > 0) == (error > 0), "and nothing is probed that cannot be better"
@@ -80,9 +80,9 @@ def test_a_probe_from_plain_decoding_pays_for_what_the_draft_has_to_catch_up_wit
     hopeful = arm("chain-1", 0.99, seconds=0.6, error=0.06)
     prober, dear = Prober(), Prober()
     for each in (prober, dear):
-        each.plan(situation(), "off", 0)
-    alike = prober.plan(situation(hopeful), "off", LATER)
+        each.plan(situation(), "off", 0, 0.0)
+    alike = prober.plan(situation(hopeful), "off", LATER, 0.0)
     dearer = dear.plan(situation(hopeful), "off", LATER, catch_up=0.25)
     assert dearer.loss == pytest.approx(alike.loss + 0.25)
     held = situation(hopeful, arm("tree-8", 1.1, seconds=0.9, measured=False), held="chain-1")
-    assert Prober().plan(held, "chain-1", LATER).loss == Prober().plan(held, "chain-1", LATER, 0.25).loss
+    assert Prober().plan(held, "chain-1", LATER, 0.0).loss == Prober().plan(held, "chain-1", LATER, 0.25).loss
